@@ -298,9 +298,10 @@ class _Job:
             encoded = [option.encode() for option in options]
             (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             ok = int(status) == 0
-            log = _read(nvrtc, program, "ProgramLog").decode(errors="replace")
+            # NVRTC 12.9 leaves a NUL between the logs of the stages it joins.
+            log = _read(nvrtc, program, "ProgramLog").decode(errors="replace").replace("\0", "\n")
             output = _read(nvrtc, program, kind) if ok else b""
-        return _Result(ok, _status_name(nvrtc, status), log.rstrip("\0\n "), output)
+        return _Result(ok, _status_name(nvrtc, status), log.rstrip(), output)
 
     @contextmanager
     def _program(self, nvrtc: Any) -> Iterator[Any]:
