@@ -80,8 +80,8 @@ def parse_resources(log: str, name: str) -> Resources:
 
 def _section(log: str, name: str) -> str:
     """Return the part of the log from the kernel's heading to the next kernel's."""
-    headings = list(_ENTRY.finditer(log))
-    for heading, following in zip(headings, [*headings[1:], None], strict=True):
+    for heading in _ENTRY.finditer(log):
         if heading.group(1) == name:
+            following = _ENTRY.search(log, heading.end())
             return log[heading.end() : following.start() if following else len(log)]
     return ""

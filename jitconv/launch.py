@@ -33,7 +33,7 @@ _INVALID_HANDLE = 400
 _NOT_FOUND = 500
 _OUT_OF_RESOURCES = 701
 _CAPTURE_IMPLICIT = 906
-_CAPTURE_STATUSES = range(900, 910)
+_CAPTURE_STATUSES = range(900, 909)
 # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION, INVALID_SOURCE: what
 # drivers answer to an image that they cannot read.
 _REJECTED_IMAGE = (200, 209, 218, 222, 300)
@@ -367,6 +367,12 @@ def _rejected(
     if arch is not None and arch != info.arch:
         return DriverError(
             f"{found}; expected a kernel for {info.arch}: warm or bundle for that architecture"
+        )
+    if nvrtc_version is not None and nvrtc_version[0] <= major:
+        # Any driver of a major version runs what any compiler of that major version made.
+        return DriverError(
+            f"{found}; the driver is new enough, so the image is damaged; remove it with "
+            "'jitconv cache clear' and call again"
         )
     return DriverTooOldError(
         f"{found}; expected a driver of at least the compiler's major version; update the driver "
