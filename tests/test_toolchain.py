@@ -120,13 +120,13 @@ def test_a_device_gets_code_that_may_use_its_tensor_cores():
 
 @pytest.mark.parametrize("text", ["", "hopper", "sm90", "sm_", "9.0.1", "sm_90x"])
 def test_text_that_names_no_architecture_is_refused(text):
-    with pytest.raises(ValueError, match="arch: .*expected one like 'sm_80'"):
+    with pytest.raises(ValueError, match=r"arch: .*expected one like 'sm_80'"):
         normalize_arch(text)
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "6.1"])
 def test_gpus_before_turing_are_refused_with_a_remedy(arch):
-    with pytest.raises(UnsupportedArchitectureError, match="sm_75.*torch's own operators") as e:
+    with pytest.raises(UnsupportedArchitectureError, match=r"sm_75.*torch's own operators") as e:
         build(arch=arch)
     assert isinstance(e.value, ToolchainError)
     assert isinstance(e.value, DriverError)
@@ -257,7 +257,7 @@ def test_a_header_on_disk_is_not_picked_up(tmp_path, monkeypatch):
     "option", ["--gpu-architecture=sm_80", "-arch=sm_80", "-I/usr/include", "--include-path=/x"]
 )
 def test_an_option_that_no_key_covers_is_refused(option):
-    with pytest.raises(ValueError, match="options: .* is set by jitconv"):
+    with pytest.raises(ValueError, match=r"options: .* is set by jitconv"):
         build(options=(option,))
 
 
@@ -568,7 +568,7 @@ def test_an_architecture_newer_than_nvrtc_says_which_are_known(install):
 
 def test_an_architecture_that_came_with_a_known_nvrtc_names_it(install):
     install(FakeNVRTC((12, 9)), "12.9.0")
-    with pytest.raises(UnsupportedArchitectureError, match="install NVRTC 13.0 or newer"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"install NVRTC 13.0 or newer"):
         build(arch="sm_110")
 
 
