@@ -16,13 +16,13 @@ from jitconv.store.default import default_store
 from jitconv.store.entry import CorruptEntryError, Entry, decode, encode
 from jitconv.store.flight import fetch_or_build
 from jitconv.store.location import StoreUnavailableError, parse_size
-from jitconv.store.store import EntryInfo, Problem, Store, StoreInfo
+from jitconv.store.store import EntryInfo, Finding, Store, StoreInfo
 
 __all__ = [
     "CorruptEntryError",
     "Entry",
     "EntryInfo",
-    "Problem",
+    "Finding",
     "Store",
     "StoreInfo",
     "StoreUnavailableError",

@@ -47,7 +47,7 @@ from jitconv.store.location import (
 if TYPE_CHECKING:
     from jitconv.store.database import Database, Row
 
-__all__ = ["EntryInfo", "Problem", "Store", "StoreInfo"]
+__all__ = ["EntryInfo", "Finding", "Store", "StoreInfo"]
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class StoreInfo:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """Something that ``Store.verify`` found. ``key`` is None when it concerns no single entry."""
 
     key: str | None
@@ -254,20 +254,20 @@ class Store:
             for key, size, stored, read, metadata in rows
         ]
 
-    def verify(self) -> list[Problem]:
+    def verify(self) -> list[Finding]:
         """Read and check everything, change nothing; returns what is wrong, so [] is good."""
 
-        def check(database: Database) -> list[Problem]:
+        def check(database: Database) -> list[Finding]:
             foreign = database.foreign_rows()
-            problems = [Problem(None, f"{foreign} rows that jitconv did not write")]
+            problems = [Finding(None, f"{foreign} rows that jitconv did not write")]
             return problems[: bool(foreign)] + _defects(database)
 
-        unchecked = [Problem(None, "the store could not be read")]
+        unchecked = [Finding(None, "the store could not be read")]
         problems = self._run(check, unchecked)
         if problems is unchecked and self._unusable is not None:
-            problems = [Problem(None, self._unusable)]
+            problems = [Finding(None, self._unusable)]
         return problems + [
-            Problem(None, f"moved aside earlier: {path}")
+            Finding(None, f"moved aside earlier: {path}")
             for path in vetting.quarantined(self.directory)
         ]
 
@@ -503,14 +503,14 @@ def _own_rows(database: Database) -> list[Row]:
     return database.rows()
 
 
-def _defects(database: Database) -> list[Problem]:
+def _defects(database: Database) -> list[Finding]:
     problems = []
     for key, _, _, _, metadata in database.rows():
         payload = database.load(key)
         # Absent by now: another process evicted it.
         what = None if payload is None else _defect(key, payload, metadata)
         if what is not None:
-            problems.append(Problem(key, what))
+            problems.append(Finding(key, what))
     return problems
 
 
