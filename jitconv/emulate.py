@@ -46,8 +46,8 @@ __all__ = [
     "execute",
 ]
 
-# What shared memory holds before a kernel writes it. The first is NaN in every floating type and far
-# out of bounds as an index. A maximum or a minimum can swallow NaN, but not a huge number as well.
+# What shared memory holds before a kernel writes it. The first is NaN in every floating type and
+# far out of bounds as an index. A maximum or a minimum can swallow NaN, but not a huge number too.
 _POISON_NAN = 0x7FFF7FFF
 _POISON_HUGE = 0x7F7F7F7F
 _POISON_HUGE_NEGATIVE = 0xFF7FFF7F
@@ -62,12 +62,13 @@ _SANITIZED = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-_FAST = ("-O2", "-DNDEBUG")
-# No contraction: a product and a sum round separately unless the kernel says fmaf, so that a result does
-# not depend on the machine that ran it.
+_FAST = ("-O2",)
+# The runtime checks what it touches itself; instrumented it would take most of the time.
+_RUNTIME = ("-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-DJITCONV_HOST=1")
+# No contraction: a product and a sum round separately unless the kernel says fmaf, so that a result
+# does not depend on the machine that ran it.
 _COMMON = ("-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-DJITCONV_HOST=1")
 
-_RUNTIME_SOURCES = ("fiber.cpp", "runtime.cpp", "job.cpp")
 
 # A leak at exit is no concern of a kernel's. Wide redzones catch an overshoot by a whole row.
 _SANITIZER_ENVIRONMENT = {
@@ -174,14 +175,14 @@ def compiler() -> str:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _identity(cxx: str) -> str:
     """What distinguishes this compiler's output from another's."""
     result = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
     return f"{platform.machine()}\n{result.stdout}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _flags(cxx: str, sanitize: bool) -> tuple[str, ...]:
     flags = _COMMON + (_SANITIZED if sanitize else _FAST)
     # An uninitialised local becomes -1.7e38 rather than, by luck, the right value.
@@ -239,8 +240,9 @@ def _publish(path: Path, build_in: Path, built: Path) -> Path:
     return path
 
 
-def _build_runtime(cxx: str, flags: tuple[str, ...], files: Mapping[str, str]) -> Path:
-    """Compile ``templates/host/*.cpp``, once for each compiler and set of flags."""
+def _build_runtime(cxx: str, sanitize: bool, files: Mapping[str, str]) -> Path:
+    """Compile ``templates/host/*.cpp`` to one object, once for each compiler."""
+    flags = (*_RUNTIME, "-DJITCONV_ASAN=1") if sanitize else _RUNTIME
     root = _directory()
     path = root / f"runtime-{_digest([_identity(cxx), *flags, *files, *files.values()])}.o"
     if path.exists():
@@ -248,11 +250,12 @@ def _build_runtime(cxx: str, flags: tuple[str, ...], files: Mapping[str, str]) -
     with tempfile.TemporaryDirectory(dir=root, prefix="build-") as name:
         folder = Path(name)
         _write_tree(folder, files)
-        unity = "".join(f'#include "host/{source}"\n' for source in _RUNTIME_SOURCES)
-        _write_tree(folder, {"emulator.cpp": unity})
-        command = [cxx, *flags, "-I.", "-c", "emulator.cpp", "-o", "emulator.o"]
-        _run_compiler(command, folder, "the emulator's runtime")
-        return _publish(path, folder, Path("emulator.o"))
+        sources = [file for file in files if file.endswith(".cpp")]
+        _run_compiler([cxx, *flags, "-I.", "-c", *sources], folder, "the emulator's runtime")
+        objects = [f"{Path(source).stem}.o" for source in sources]
+        link = [cxx, "-r", "-nostdlib", *objects, "-o", "runtime"]
+        _run_compiler(link, folder, "the emulator's runtime")
+        return _publish(path, folder, Path("runtime"))
 
 
 def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90a") -> Path:
@@ -280,13 +283,13 @@ def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90
     path = _directory() / f"{rendered.name[:80]}-{_digest(parts)}"
     if path.exists():
         return path
-    runtime = _build_runtime(cxx, _flags(cxx, sanitize), host_files)
+    runtime = _build_runtime(cxx, sanitize, host_files)
     with tempfile.TemporaryDirectory(dir=_directory(), prefix="build-") as name:
         folder = Path(name)
         _write_tree(folder, {**host_files, **headers, "kernel.cu": rendered.source})
         main = f'#include "kernel.cu"\n#include "host/main.h"\nJITCONV_MAIN({rendered.name})\n'
         _write_tree(folder, {"main.cpp": main})
-        command = [cxx, *flags, "-I.", "main.cpp", str(runtime), "-o", "program"]
+        command = [cxx, *flags, "-I.", "main.cpp", str(runtime), "-ldl", "-o", "program"]
         _run_compiler(command, folder, f"kernel {rendered.name}")
         return _publish(path, folder, Path("program"))
 
@@ -319,10 +322,10 @@ class _Span:
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte, within its storage, of a tensor's elements."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return start, start
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
+    last = sum((tensor.shape[axis] - 1) * tensor.stride(axis) for axis in range(tensor.dim()))
     return start, start + (last + 1) * size
 
 
@@ -481,7 +484,7 @@ def _run_program(
         ) from None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _without_randomisation() -> tuple[str, ...]:
     """A prefix that runs a program without address randomisation, where sanitizers need that.
 
@@ -502,39 +505,60 @@ def _without_randomisation() -> tuple[str, ...]:
 
 # ---- Reports ------------------------------------------------------------------------------------
 
-_NOISE = re.compile(r"^(=+|SUMMARY.*|\s*#\d+ .*(libasan|libubsan|libc\.so|_start).*|)$")
+# Rulers, summaries, and every stack frame that is not in the kernel or a device header.
+_NOISE = re.compile(
+    r"^(=+|SUMMARY.*|\s*#\d+ .*(jitconv::host::|host/|libasan|libubsan|libc\.so|_start).*|\s*)$"
+)
+# The sanitizer's notes on who allocated an address: the emulator names the buffer instead.
+_REST = ("allocated by thread", "Shadow bytes around", "AddressSanitizer can not provide")
 _LONGEST_REPORT = 40
 
 
 def _trim(report: str) -> str:
-    """The part of a sanitizer's report that a person reads: no shadow bytes, no libc frames."""
-    position = [line for line in report.splitlines() if line.startswith("emulator: in block")]
-    kept = []
+    """The part of a program's report that a person reads, the emulator's own words last."""
+    found: list[str] = []
+    emulator: list[str] = []
+    skipping = False
     for line in report.splitlines():
-        if line.startswith("Shadow bytes around"):
-            break
-        if not _NOISE.match(line) and line not in position:
-            kept.append(re.sub(r"^==\d+==\s*", "", line))
-    return "\n".join([*kept[:_LONGEST_REPORT], *position[-1:]])
+        if line.startswith("emulator: "):
+            emulator.append(line.removeprefix("emulator: "))
+            skipping = False
+        elif line.startswith(_REST):
+            skipping = True
+        elif emulator:
+            emulator.append(line)
+        elif not skipping and not _NOISE.match(line):
+            found.append(re.sub(r"^==\d+==\s*", "", line))
+    return "\n".join([*found[:_LONGEST_REPORT], *emulator])
+
+
+_BUFFER = re.compile(r"buffer (\d+) (?:differs at byte|of \d+ bytes, offset) (-?\d+)")
 
 
 def _locate(report: str, pointers: Mapping[int, torch.Tensor], spans: Sequence[_Span]) -> str:
     """Name the tensor that a report means by a buffer's number."""
-    match = re.search(r"buffer (\d+) differs at byte (\d+)", report)
+    match = _BUFFER.search(report)
     if match is None:
         return ""
     buffer, byte = int(match.group(1)), int(match.group(2))
-    for offset, tensor in pointers.items():
-        index, start = _find_span(spans, tensor)
-        if index == buffer and byte >= start:
-            element = _element_at((byte - start) // tensor.element_size(), tensor)
-            return f"\nthat is element {element} of the tensor at argument offset {offset}"
-    return ""
+    offsets = [offset for offset in pointers if _find_span(spans, pointers[offset])[0] == buffer]
+    places = []
+    for offset in offsets:
+        tensor = pointers[offset]
+        start, end = _reach(tensor)
+        place = byte - _find_span(spans, tensor)[1]
+        shape = f"{tuple(tensor.shape)} tensor at argument offset {offset}"
+        if 0 <= place < end - start:
+            element = _element_at(place // tensor.element_size(), tensor)
+            places.append(f"element {element} of the {shape}")
+        else:
+            places.append(f"outside the {shape}")
+    return f"\nbuffer {buffer}: " + "; ".join(places)
 
 
 def _element_at(position: int, tensor: torch.Tensor) -> list[int]:
     """Index of the element that lies ``position`` elements behind a tensor's first one."""
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     element = [0] * tensor.dim()
     for axis in order:
         if tensor.stride(axis) > 0:

@@ -6,14 +6,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define JITCONV_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define JITCONV_ASAN 1
-#endif
-#endif
-
 #if defined(JITCONV_ASAN)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -130,9 +122,12 @@ void fiber_create(Fiber& fiber, size_t stack_size, void (*entry)()) {
         perror("emulator: cannot map the stack of a thread");
         exit(EXIT_FAILURE);
     }
+    // Stacks that all begin at the same place in a page would compete for the same few cache lines.
+    static size_t colour = 0;
+    colour = (colour + 320) % 4096;
     fiber.stack = static_cast<unsigned char*>(memory) + guard;
     fiber.stack_size = stack_size;
-    fiber.stack_pointer = initial_stack_pointer(fiber.stack + stack_size, entry);
+    fiber.stack_pointer = initial_stack_pointer(fiber.stack + stack_size - colour, entry);
 }
 
 void fiber_switch(Fiber& from, Fiber& to) {

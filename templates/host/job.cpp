@@ -17,15 +17,16 @@
 #include <vector>
 
 #include "host/block.h"
+#include "host/buffers.h"
 #include "host/main.h"
+#include "host/report.h"
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(JITCONV_ASAN)
+#include <dlfcn.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #else
 #include <signal.h>
-#define ASAN_POISON_MEMORY_REGION(address, size) static_cast<void>(0)
-#define ASAN_UNPOISON_MEMORY_REGION(address, size) static_cast<void>(0)
 #endif
 
 namespace jitconv::host {
@@ -35,10 +36,8 @@ namespace {
 // Device allocations are at least this aligned; a tensor's first element has its storage offset's remainder.
 constexpr size_t DEVICE_ALIGNMENT = 1024;
 
-[[noreturn]] void fail(const char* message) {
-    fprintf(stderr, "emulator: %s\n", message);
-    _exit(EXIT_EMULATION_ERROR);
-}
+// How far from a buffer an address may be and still be named by it.
+constexpr ptrdiff_t NEIGHBOURHOOD = 1 << 16;
 
 void read_exactly(void* target, size_t bytes) {
     if (bytes != 0 && fread(target, 1, bytes, stdin) != bytes) {
@@ -55,7 +54,6 @@ uint64_t read_number() {
 // Memory of exactly `bytes` bytes, `misalignment` past a multiple of the device's alignment. What lies before
 // and behind is out of bounds.
 struct Buffer {
-    unsigned char* block = nullptr;
     unsigned char* data = nullptr;
     size_t bytes = 0;
     size_t misalignment = 0;
@@ -65,9 +63,10 @@ struct Buffer {
         if (posix_memalign(&memory, DEVICE_ALIGNMENT, misalignment + bytes) != 0) {
             fail("out of memory");
         }
-        block = static_cast<unsigned char*>(memory);
-        data = block + misalignment;
-        ASAN_POISON_MEMORY_REGION(block, misalignment);
+        data = static_cast<unsigned char*>(memory) + misalignment;
+#if defined(JITCONV_ASAN)
+        __asan_poison_memory_region(memory, misalignment);
+#endif
     }
 };
 
@@ -101,8 +100,7 @@ void read_job(Job& job, size_t argument_bytes) {
     job.block = read_number();
     job.shared_bytes = read_number();
     if (read_number() != argument_bytes) {
-        fprintf(stderr, "emulator: the kernel's parameter has %zu bytes\n", argument_bytes);
-        _exit(EXIT_EMULATION_ERROR);
+        fail(text("the kernel's parameter has %zu bytes, not as many as the arguments", argument_bytes));
     }
     job.buffers.resize(read_number());
     job.pointers.resize(read_number());
@@ -151,7 +149,7 @@ void run_schedule(Job& job, const Schedule& schedule, void (*invoke)(const void*
     if (posix_memalign(&shared, DEVICE_ALIGNMENT, job.shared_bytes) != 0) {
         fail("out of memory");
     }
-    Kernel kernel = {invoke, job.arguments.data(), job.arguments.size()};
+    const Kernel kernel = {invoke, job.arguments.data()};
     run_grid(kernel, schedule, static_cast<unsigned>(job.grid), static_cast<unsigned>(job.block),
              static_cast<unsigned char*>(shared), static_cast<unsigned>(job.shared_bytes));
     free(shared);
@@ -171,11 +169,9 @@ void require_same(const Job& job, const Contents& first, size_t schedule) {
     for (size_t i = 0; i < job.buffers.size(); ++i) {
         for (size_t byte = 0; byte < job.buffers[i].bytes; ++byte) {
             if (first[i][byte] != job.buffers[i].data[byte]) {
-                fprintf(stderr,
-                        "emulator: the result depends on the schedule: buffer %zu differs at byte %zu between "
-                        "schedule %s and schedule %s\n",
-                        i, byte, job.names[0].c_str(), job.names[schedule].c_str());
-                _exit(EXIT_EMULATION_ERROR);
+                fail(text("the result depends on the schedule: buffer %zu differs at byte %zu between schedule %s "
+                          "and schedule %s",
+                          i, byte, job.names[0].c_str(), job.names[schedule].c_str()));
             }
         }
     }
@@ -190,7 +186,20 @@ void write_contents(const Contents& all) {
     fflush(stdout);
 }
 
-#if !defined(__SANITIZE_ADDRESS__)
+#if defined(JITCONV_ASAN)
+void report_death() {
+    if (__asan_report_present() != 0) {
+        const auto* address = static_cast<const unsigned char*>(__asan_get_report_address());
+        const ptrdiff_t offset = address - block.shared;
+        const ptrdiff_t size = block.shared_bytes;
+        const bool shared = offset >= -NEIGHBOURHOOD && offset < size + NEIGHBOURHOOD;
+        fprintf(stderr, "emulator: the address is %s\n",
+                (shared ? text("shared memory of %td bytes, offset %td", size, offset) : describe_global(address))
+                    .c_str());
+    }
+    print_position();
+}
+#else
 void report_signal(int number) {
     fprintf(stderr, "emulator: %s\n", strsignal(number));
     print_position();
@@ -200,8 +209,14 @@ void report_signal(int number) {
 
 // An invalid access ends the program; say which thread it was.
 void report_position_on_death() {
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_set_death_callback(print_position);
+#if defined(JITCONV_ASAN)
+    __sanitizer_set_death_callback(report_death);
+    // Built as shared libraries, the two sanitizers have one such callback each.
+    void* ubsan = dlopen("libubsan.so.1", RTLD_NOLOAD | RTLD_NOW);
+    void* set = ubsan != nullptr ? dlsym(ubsan, "__sanitizer_set_death_callback") : nullptr;
+    if (set != nullptr) {
+        reinterpret_cast<void (*)(void (*)())>(set)(report_death);
+    }
 #else
     static unsigned char stack[64 << 10];
     stack_t alternate = {};
@@ -231,14 +246,15 @@ bool is_global(const void* pointer, unsigned bytes) {
 
 std::string describe_global(const void* pointer) {
     const auto* address = static_cast<const unsigned char*>(pointer);
-    std::string result = "an address in no buffer";
-    ptrdiff_t nearest = 1 << 20;
+    std::string result = "in no buffer";
+    ptrdiff_t nearest = NEIGHBOURHOOD;
     for (size_t i = 0; i < global_buffers->size(); ++i) {
-        const ptrdiff_t offset = address - (*global_buffers)[i].data;
-        if (labs(offset) < nearest) {
-            nearest = labs(offset);
-            result = "buffer " + std::to_string(i) + " of " + std::to_string((*global_buffers)[i].bytes) +
-                     " bytes, offset " + std::to_string(offset);
+        const Buffer& buffer = (*global_buffers)[i];
+        const ptrdiff_t offset = address - buffer.data;
+        const ptrdiff_t beyond = offset < 0 ? -offset : offset - static_cast<ptrdiff_t>(buffer.bytes);
+        if (beyond < nearest) {
+            nearest = beyond;
+            result = text("buffer %zu of %zu bytes, offset %td", i, buffer.bytes, offset);
         }
     }
     return result;

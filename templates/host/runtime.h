@@ -9,7 +9,6 @@ namespace jitconv::host {
 struct Here {
     const char* file;
     int line;
-    static Here at(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 };
 
 // As the last parameter of a function: its caller's place.
@@ -31,16 +30,14 @@ void named_barrier(int id, int threads, bool wait, const Here& here);
 // lanes whose value is not 0; for a shuffle, the value of lane `source`.
 uint64_t warp_exchange(WarpOperation operation, unsigned mask, uint64_t value, int source, const Here& here);
 
-// cp.async: lands when the issuing thread waits for its group (late) or at once (early). A null source writes
-// zeros.
+// cp.async: lands when the issuing thread waits for its group (late) or at once (early). No source: zeros.
 void asynchronous_copy(void* shared, const void* source, int bytes, const Here& here);
 void asynchronous_copy_commit();
 void asynchronous_copy_wait(int groups_left);
 
 // mbarrier objects, kept beside the 8 bytes of shared memory that name them.
-void mbarrier_init(uint64_t* barrier, unsigned count, const Here& here);
-void mbarrier_invalidate(uint64_t* barrier, const Here& here);
-void mbarrier_arrive(uint64_t* barrier, unsigned arrivals, unsigned expected_bytes, const Here& here);
+void mbarrier_init(uint64_t* barrier, unsigned arrivals, const Here& here);
+void mbarrier_arrive(uint64_t* barrier, unsigned expected_bytes, const Here& here);
 void mbarrier_wait(uint64_t* barrier, unsigned parity, const Here& here);
 void mbarrier_init_fence();
 
@@ -51,6 +48,6 @@ void async_proxy_fence();
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier, const Here& here);
 void bulk_store(void* global, const void* shared, unsigned bytes, const Here& here);
 void bulk_commit();
-void bulk_wait(int groups_left, bool reads_only);
+void bulk_wait(int groups_left);
 
 }  // namespace jitconv::host

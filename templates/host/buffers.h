@@ -1,0 +1,14 @@
+// The global memory of a job: buffers that end exactly where the tensors end.
+#pragma once
+
+#include <string>
+
+namespace jitconv::host {
+
+// Whether all of the bytes lie in one buffer.
+bool is_global(const void* pointer, unsigned bytes);
+
+// An address in words: "buffer 1 of 4096 bytes, offset 4100".
+std::string describe_global(const void* pointer);
+
+}  // namespace jitconv::host
