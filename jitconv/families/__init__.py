@@ -1,0 +1,127 @@
+"""Kernel families: one module each, all of the same shape.
+
+A family says, for one :class:`KernelPlan`, which template it renders, which constants that template gets,
+which arguments the kernel takes and how many blocks are launched. A new family is one new module here and one
+new template. Families know nothing of NVRTC, of the store, or of addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from jitconv.layout import Layout
+from jitconv.problem import Problem, StepSpec
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of one block of the implicit-GEMM families (templates/device/implicit_gemm.cuh).
+
+    ``positions`` × ``channels`` outputs, reduced in slices of ``depth``; each thread holds ``px`` positions of
+    ``oc_tile`` output channels.
+    """
+
+    positions: int
+    channels: int
+    depth: int
+    px: int
+    oc_tile: int
+
+    @property
+    def threads(self) -> int:
+        return (self.positions // self.px) * (self.channels // self.oc_tile)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Tile of the kernels behind a convolution: ``threads`` of a block, ``lanes`` of them on one row."""
+
+    threads: int
+    lanes: int
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel launch of a plan: steps ``[first, last)`` of the epilogue of ``problem``.
+
+    ``source_dtype`` is what it reads, ``target_dtype`` and ``target_format`` what it writes. ``conv_value``: a
+    later step asks for the convolution's own value, which this kernel reads from the first workspace.
+    """
+
+    family: str
+    problem: Problem
+    tile: Tile | RowTile
+    first: int
+    last: int
+    source_dtype: str
+    target_dtype: str
+    conv_value: bool = False
+
+    @property
+    def steps(self) -> tuple[StepSpec, ...]:
+        return self.problem.epilogue[self.first : self.last]
+
+    def canonical(self) -> dict[str, Any]:
+        """All of it except the Problem, as plain JSON values."""
+        return {
+            "family": self.family,
+            "tile": asdict(self.tile),
+            "first": self.first,
+            "last": self.last,
+            "source_dtype": self.source_dtype,
+            "target_dtype": self.target_dtype,
+            "conv_value": self.conv_value,
+        }
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of one call, spatial extents padded in front to (D, H, W).
+
+    ``x`` of the input, ``value[i]`` of what epilogue step i sees, ``value[-1]`` of the output; ``value[0]`` is
+    the convolution's own.
+    """
+
+    batch: int
+    x: tuple[int, int, int]
+    value: tuple[tuple[int, int, int], ...]
+
+
+class Family(Protocol):
+    """What every module of this package provides."""
+
+    TEMPLATE: str
+
+    def constants(self, kernel: KernelPlan) -> dict[str, Any]:
+        """What the template gets, as plain JSON values: all of it is part of the kernel's key."""
+
+    def layout(self, kernel: KernelPlan) -> Layout:
+        """The kernel's arguments."""
+
+    def values(
+        self, kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """Values of the arguments that are neither addresses nor numbers of a chain."""
+
+    def grid(self, kernel: KernelPlan, extents: Extents) -> int:
+        """Number of blocks."""
+
+    def shared_bytes(self, kernel: KernelPlan) -> int:
+        """Dynamic shared memory of a block, in bytes."""
+
+
+def family(kernel: KernelPlan) -> Family:
+    """The module that implements ``kernel.family``."""
+    from jitconv.families import conv, conv_transpose, depthwise_separable, layer_norm, pool
+
+    modules: dict[str, Any] = {
+        "conv": conv,
+        "conv_transpose": conv_transpose,
+        "depthwise_separable": depthwise_separable,
+        "layer_norm": layer_norm,
+        "pool": pool,
+    }
+    module: Family = modules[kernel.family]
+    return module

@@ -1,0 +1,510 @@
+"""The public operators: arguments of their torch.nn.functional namesakes, plus what follows the convolution.
+
+Every call takes one of two paths. CUDA tensors of float32, float16 and bfloat16 run generated kernels; CPU
+tensors, float64 and complex take PyTorch's own operators, with the same semantics. ``jitconv.stats()`` counts
+which path served a call, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+from jitconv import epilogue as E
+from jitconv import reference, validation
+from jitconv.problem import DTYPES
+from jitconv.program import Call, output_format
+from jitconv.stats import count
+
+__all__ = [
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "depthwise_separable_conv2d",
+]  # fmt: skip
+
+Ints = Union[int, Sequence[int]]
+Steps = Union[Iterable[E.Step], E.Step, None]
+
+#: What ``precision=`` accepts besides None: the most error that the caller allows in float32. Generated kernels
+#: compute in fp32 FFMA whatever is allowed, which satisfies both settings.
+PRECISIONS = ("ieee", "tf32")
+
+_log = logging.getLogger("jitconv")
+
+_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: validation.Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    padding_mode: str = "zeros",
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """1-D convolution with everything that follows it, in one call.
+
+    As :func:`jitconv.conv2d`, for input ``[N, C, W]`` or ``[C, W]`` and weight ``[K, C/groups, kW]``.
+
+    >>> import torch, jitconv
+    >>> jitconv.conv1d(torch.randn(1, 3, 100), torch.randn(4, 3, 5), padding=((4, 0),)).shape  # causal
+    torch.Size([1, 4, 100])
+    """
+    return _convolution(
+        "conv1d", 1, False, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode,
+    )  # fmt: skip
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: validation.Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    padding_mode: str = "zeros",
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """2-D convolution with everything that follows it, in one call.
+
+    Arguments up to ``groups`` are those of :func:`torch.nn.functional.conv2d`.
+
+    Args:
+        input: ``[N, C, H, W]`` or ``[C, H, W]``; float32, float16 or bfloat16 (float64 and complex take torch's path).
+        weight: ``[K, C/groups, kH, kW]``, of the dtype and on the device of ``input``.
+        bias: ``[K]`` or None.
+        stride: int or one int per dimension; likewise ``dilation``.
+        padding: int, one int or (before, after) pair per dimension, ``'valid'``, or ``'same'`` (stride 1 only).
+        dilation: spacing of the filter taps.
+        groups: must divide C and K.
+        padding_mode: ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``.
+        epilogue: steps of :mod:`jitconv.epilogue`, applied in order.
+        precision: the most error allowed in float32: ``'ieee'``, ``'tf32'``, or None for torch's own setting
+            (``torch.backends.cudnn.conv.fp32_precision``). Kernels of this release are exact to fp32 at each.
+
+    Returns:
+        ``[N, K, oH, oW]`` (or what the epilogue makes of it) in the dtype of ``input``, rounded once at the end;
+        channels_last if input or weight is that and not also contiguous, else contiguous.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: what torch raises for the same mistake, naming
+            the argument, its value and what was expected.
+
+    >>> import torch, jitconv
+    >>> from jitconv import epilogue as E
+    >>> x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    >>> jitconv.conv2d(x, w, padding="same", epilogue=[E.relu(), E.max_pool(2)]).shape
+    torch.Size([1, 4, 4, 4])
+    """
+    return _convolution(
+        "conv2d", 2, False, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode,
+    )  # fmt: skip
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: validation.Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    padding_mode: str = "zeros",
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """3-D convolution with everything that follows it, in one call.
+
+    As :func:`jitconv.conv2d`, for input ``[N, C, D, H, W]`` or ``[C, D, H, W]`` and weight
+    ``[K, C/groups, kD, kH, kW]``. ``padding=((2, 0), 1, 1)`` is causal in time.
+
+    >>> import torch, jitconv
+    >>> from jitconv import epilogue as E
+    >>> x, w = torch.randn(1, 3, 6, 8, 8), torch.randn(4, 3, 3, 3, 3)
+    >>> jitconv.conv3d(x, w, epilogue=[E.mish(), E.tanh()]).shape
+    torch.Size([1, 4, 4, 6, 6])
+    """
+    return _convolution(
+        "conv3d", 3, False, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode,
+    )  # fmt: skip
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """1-D transposed convolution with everything that follows it, in one call.
+
+    As :func:`jitconv.conv_transpose2d`, for input ``[N, C, W]`` or ``[C, W]`` and weight ``[C, K/groups, kW]``.
+
+    >>> import torch, jitconv
+    >>> jitconv.conv_transpose1d(torch.randn(1, 3, 10), torch.randn(3, 4, 16), stride=8, padding=4).shape
+    torch.Size([1, 4, 80])
+    """
+    return _convolution(
+        "conv_transpose1d", 1, True, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, output_padding=output_padding,
+    )  # fmt: skip
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """2-D transposed convolution with everything that follows it, in one call.
+
+    Arguments up to ``dilation`` are those of :func:`torch.nn.functional.conv_transpose2d`, in its order.
+
+    Args:
+        input: ``[N, C, H, W]`` or ``[C, H, W]``; float32, float16 or bfloat16 (float64 and complex take torch's path).
+        weight: ``[C, K/groups, kH, kW]``, of the dtype and on the device of ``input``.
+        bias: ``[K]`` or None.
+        stride: int or one int per dimension; likewise ``padding`` and ``dilation``.
+        padding: how much of the full result is cut off on each side.
+        output_padding: extra extent on one side, less than stride or dilation.
+        groups: must divide C.
+        dilation: spacing of the filter taps.
+        epilogue: steps of :mod:`jitconv.epilogue`, applied in order.
+        precision: as in :func:`jitconv.conv2d`.
+
+    Returns:
+        ``[N, K, oH, oW]`` (or what the epilogue makes of it); dtype and memory format as in :func:`jitconv.conv2d`.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: what torch raises for the same mistake, naming
+            the argument, its value and what was expected.
+
+    >>> import torch, jitconv
+    >>> x, w = torch.randn(1, 3, 8, 8), torch.randn(3, 4, 2, 2)
+    >>> jitconv.conv_transpose2d(x, w, stride=2).shape
+    torch.Size([1, 4, 16, 16])
+    """
+    return _convolution(
+        "conv_transpose2d", 2, True, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, output_padding=output_padding,
+    )  # fmt: skip
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """3-D transposed convolution with everything that follows it, in one call.
+
+    As :func:`jitconv.conv_transpose2d`, for input ``[N, C, D, H, W]`` or ``[C, D, H, W]`` and weight
+    ``[C, K/groups, kD, kH, kW]``.
+
+    >>> import torch, jitconv
+    >>> from jitconv import epilogue as E
+    >>> x, w = torch.randn(1, 3, 2, 4, 4), torch.randn(3, 4, 3, 3, 3)
+    >>> jitconv.conv_transpose3d(x, w, stride=2, padding=1, output_padding=1,
+    ...                          epilogue=[E.layer_norm((8,)), E.avg_pool(2), E.gelu()]).shape
+    torch.Size([1, 4, 2, 4, 4])
+    """
+    return _convolution(
+        "conv_transpose3d", 3, True, input, weight, bias, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, output_padding=output_padding,
+    )  # fmt: skip
+
+
+def depthwise_separable_conv2d(
+    x: Tensor,
+    dw_weight: Tensor,
+    pw_weight: Tensor,
+    dw_bias: Tensor | None = None,
+    pw_bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: validation.Padding = 0,
+    dilation: Ints = 1,
+    *,
+    between: Steps = (),
+    epilogue: Steps = (),
+    precision: str | None = None,
+) -> Tensor:
+    """Depthwise then pointwise 2-D convolution in one kernel: the depthwise result is never in memory.
+
+    Args:
+        x: ``[N, C, H, W]`` or ``[C, H, W]``; float32, float16 or bfloat16 (float64 and complex take torch's path).
+        dw_weight: ``[C·m, 1, kH, kW]``, m the channel multiplier.
+        pw_weight: ``[K, C·m, 1, 1]``.
+        dw_bias, pw_bias: ``[C·m]``, ``[K]`` or None.
+        stride, padding, dilation: of the depthwise convolution, as in :func:`jitconv.conv2d`.
+        between: pointwise steps on the depthwise result (with its bias), before the pointwise convolution.
+        epilogue: steps after the pointwise convolution.
+        precision: as in :func:`jitconv.conv2d`.
+
+    Returns:
+        ``[N, K, oH, oW]`` (or what the epilogue makes of it); dtype and memory format as in :func:`jitconv.conv2d`.
+        What lies between the convolutions stays in fp32.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: what torch raises for the same mistake, naming
+            the argument, its value and what was expected.
+
+    >>> import torch, jitconv
+    >>> from jitconv import epilogue as E
+    >>> x, dw, pw = torch.randn(1, 8, 6, 6), torch.randn(8, 1, 3, 3), torch.randn(16, 8, 1, 1)
+    >>> jitconv.depthwise_separable_conv2d(x, dw, pw, padding=1, between=[E.relu6()]).shape
+    torch.Size([1, 16, 6, 6])
+    """
+    return _apply(
+        *separable_call(
+            x, dw_weight, pw_weight, dw_bias, pw_bias, between, epilogue, precision,
+            stride=stride, padding=padding, dilation=dilation,
+        )
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------
+# From arguments to a checked Call, and from there to one of the two paths.
+
+
+def _convolution(
+    function: str,
+    rank: int,
+    transposed: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epilogue: Steps,
+    precision: str | None,
+    **parameters: Any,
+) -> Tensor:
+    call, unbatched = convolution_call(
+        function, rank, transposed, input, weight, bias, epilogue, precision, **parameters
+    )
+    return _apply(call, unbatched)
+
+
+def convolution_call(
+    function: str,
+    rank: int,
+    transposed: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epilogue: Steps,
+    precision: str | None,
+    **parameters: Any,
+) -> tuple[Call, bool]:
+    """Check the arguments of a (transposed) convolution; the Call, and whether ``input`` lacked a batch axis."""
+    _check_tensors(function, input, {"input": input, "weight": weight, "bias": bias}, optional=("bias",))
+    _check_precision(function, precision)
+    x, batched = validation.batched(function, input, rank)
+    geometry = validation.geometry(function, x, weight, transposed=transposed, **parameters)
+    validation.check_convolution(function, x, weight, bias, geometry, transposed)
+    call = Call(
+        function=function,
+        operator="conv_transpose" if transposed else "conv",
+        x=x,
+        weights=(weight,),
+        biases=(bias,),
+        geometry=geometry,
+        prologue=(),
+        between=(),
+        epilogue=E.as_chain(epilogue, "epilogue"),
+        memory_format=output_format(x, (weight,)),
+    )
+    return call, not batched
+
+
+def separable_call(
+    x: Tensor,
+    dw_weight: Tensor,
+    pw_weight: Tensor,
+    dw_bias: Tensor | None,
+    pw_bias: Tensor | None,
+    between: Steps,
+    epilogue: Steps,
+    precision: str | None,
+    **parameters: Any,
+) -> tuple[Call, bool]:
+    """Check the arguments of :func:`depthwise_separable_conv2d`; as :func:`convolution_call`."""
+    function = "depthwise_separable_conv2d"
+    named = {
+        "x": x, "dw_weight": dw_weight, "pw_weight": pw_weight, "dw_bias": dw_bias, "pw_bias": pw_bias,
+    }  # fmt: skip
+    _check_tensors(function, x, named, optional=("dw_bias", "pw_bias"))
+    _check_precision(function, precision)
+    batch, batched = validation.batched(function, x, 2)
+    channels = batch.shape[1]
+    validation.check_separable(function, batch, dw_weight, pw_weight, dw_bias, pw_bias)
+    geometry = validation.geometry(function, batch, dw_weight, groups=max(channels, 1), **parameters)
+    validation.check_extents(function, batch, geometry, transposed=False)
+    chain = E.as_chain(between, "between")
+    for i, step in enumerate(chain):
+        if step.needs != "element":
+            raise ValueError(
+                f"{function}(): between[{i}]={step}: expected a pointwise step; a norm or a pool between the two "
+                "convolutions needs two calls"
+            )
+    call = Call(
+        function=function,
+        operator="depthwise_separable",
+        x=batch,
+        weights=(dw_weight, pw_weight),
+        biases=(dw_bias, pw_bias),
+        geometry=geometry,
+        prologue=(),
+        between=chain,
+        epilogue=E.as_chain(epilogue, "epilogue"),
+        memory_format=output_format(batch, (dw_weight, pw_weight)),
+    )
+    return call, not batched
+
+
+def _check_tensors(
+    function: str, x: Tensor, named: dict[str, Tensor | None], optional: Sequence[str]
+) -> None:
+    for name, value in named.items():
+        if value is None and name in optional:
+            continue
+        validation.check_tensor(function, name, value)
+    validation.check_dtype(function, x)
+    for name, value in named.items():
+        if value is not None:
+            validation.check_like(function, x, name, value)
+
+
+def _check_precision(function: str, precision: str | None) -> None:
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"{function}(): precision={precision!r}: expected None or one of {PRECISIONS}")
+
+
+def torch_path_reason(call: Call) -> str | None:
+    """Why PyTorch's own operators serve this call, or None where a generated kernel does."""
+    if call.x.device.type == "cpu":
+        return "cpu tensor"
+    if call.x.dtype not in _DTYPES:
+        return str(call.x.dtype).removeprefix("torch.")
+    if call.x.device.type != "cuda":
+        return f"{call.x.device.type} tensor"
+    return None
+
+
+def _apply(call: Call, unbatched: bool) -> Tensor:
+    from jitconv import program
+
+    reason = torch_path_reason(call)
+    if reason is not None:
+        # Chains are checked here too, so that a mistake reads the same on every device.
+        program.bind_chains(call)
+        out = run_reference(call)
+        if call.x.device.type != "cpu":
+            _log.info("%s: served by torch (%s)", call.function, reason)
+        count("torch_calls", reason=reason)
+    else:
+        tensors = list(_differentiable(call))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            out = _Fused.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            from jitconv import runtime
+
+            out = runtime.run(call)
+    return out.squeeze(0) if unbatched else out
+
+
+def run_reference(call: Call) -> Tensor:
+    """``call`` by PyTorch's own operators, on any device."""
+    return reference.run(
+        call.operator,
+        call.x,
+        call.weights,
+        call.biases,
+        call.geometry,
+        prologue=call.prologue,
+        between=call.between,
+        epilogue=call.epilogue,
+        memory_format=call.memory_format,
+    )
+
+
+def _differentiable(call: Call) -> Iterator[Tensor]:
+    """Every tensor that a gradient may flow to, in a fixed order."""
+    yield call.x
+    yield from call.weights
+    yield from (bias for bias in call.biases if bias is not None)
+    for chain in call.chains().values():
+        for step in chain:
+            yield from step.tensors()
+
+
+def _replaced(call: Call, tensors: Iterable[Tensor]) -> Call:
+    """``call`` on other tensors, given in the order of :func:`_differentiable`."""
+    source = iter(tensors)
+    x = next(source)
+    weights = tuple(next(source) for _ in call.weights)
+    biases = tuple(None if bias is None else next(source) for bias in call.biases)
+    chains = {
+        phase: tuple(step.with_tensors(source) for step in chain) for phase, chain in call.chains().items()
+    }
+    return Call(
+        call.function, call.operator, x, weights, biases, call.geometry,
+        chains["prologue"], chains["between"], chains["epilogue"], call.memory_format,
+    )  # fmt: skip
+
+
+class _Fused(torch.autograd.Function):
+    """A generated kernel forward; backward through the torch reference, recomputed from the arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
+        from jitconv import runtime
+
+        ctx.call = call
+        # Saving the arguments is what lets autograd notice one that is changed in place before backward.
+        ctx.save_for_backward(*tensors)
+        return runtime.run(call)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
+            out = run_reference(_replaced(ctx.call, leaves))
+            wanted = [leaf for leaf, need in zip(leaves, needed) if need]
+            found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        return None, *(next(found) if need else None for need in needed)

@@ -1,0 +1,110 @@
+"""From a Problem to a Plan: which kernels run, with which tiles, and where the epilogue is cut.
+
+A tile of the convolution families owns single elements. So the convolution's kernel applies the pointwise steps
+up to the first one that needs a row or a window; what follows is done by generated kernels behind it, each
+reading the tensor before it once and writing the next one once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jitconv.families import KernelPlan, RowTile
+from jitconv.planning.tiles import MAX_POOLED_ROW, ROW_THREADS, choose_row_tile, choose_tile
+from jitconv.problem import Problem, StepSpec
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of one Problem, in launch order.
+
+    Kernel i+1 reads what kernel i wrote: a float32 workspace, contiguous, of the shape that the step
+    ``kernels[i].last`` sees. The last one writes the output.
+    """
+
+    problem: Problem
+    kernels: tuple[KernelPlan, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem) -> Plan:
+    """The plan for ``problem``. Pure: the same Problem has the same plan in every process."""
+    cuts = _cuts(problem.epilogue)
+    uses_value = _uses_value(problem.epilogue[cuts[0] :])
+    kernels = []
+    for i, last in enumerate(cuts):
+        first = cuts[i - 1] if i else 0
+        final = i == len(cuts) - 1
+        steps = problem.epilogue[first:last]
+        kernels.append(
+            KernelPlan(
+                family=problem.operator if i == 0 else _row_family(steps),
+                problem=problem,
+                tile=choose_tile(problem) if i == 0 else _row_tile(steps),
+                first=first,
+                last=last,
+                source_dtype=problem.dtype if i == 0 else "float32",
+                target_dtype=problem.dtype if final else "float32",
+                # The second kernel reads the convolution's own value as its source.
+                conv_value=i > 1 and uses_value and _uses_value(steps),
+            )
+        )
+    return Plan(problem, tuple(kernels))
+
+
+def _uses_value(steps: tuple[StepSpec, ...]) -> bool:
+    return any(spec.kind == "value" for step in steps for _, spec in step.operands)
+
+
+def _cuts(steps: tuple[StepSpec, ...]) -> list[int]:
+    """Where each kernel's steps end. The first entry belongs to the convolution's kernel."""
+
+    def skip(at: int, need: str) -> int:
+        while at < len(steps) and steps[at].needs == need:
+            at += 1
+        return at
+
+    first = skip(0, "element")
+    if first == len(steps):
+        return [first]
+    if _uses_value(steps[first:]):
+        # Later kernels need the convolution's own value: the workspace must hold that, not a processed one.
+        first = 0
+    cuts = [first]
+    at = first
+    while at < len(steps):
+        at = skip(at, "element")
+        if at < len(steps) and steps[at].needs == "row":
+            width = steps[at].attribute("width")
+            behind = skip(at + 1, "element")
+            pooled = behind < len(steps) and steps[behind].needs == "window"
+            at = skip(behind + 1, "element") if pooled and width <= MAX_POOLED_ROW else behind
+        elif at < len(steps):
+            at = skip(at + 1, "element")
+        cuts.append(at)
+    return cuts
+
+
+def _row_family(steps: tuple[StepSpec, ...]) -> str:
+    return "layer_norm" if any(step.needs == "row" for step in steps) else "pool"
+
+
+def _row_tile(steps: tuple[StepSpec, ...]) -> RowTile:
+    norm = next((step for step in steps if step.needs == "row"), None)
+    if norm is None:
+        return RowTile(ROW_THREADS, 1)
+    tile = choose_row_tile(norm.attribute("width"))
+    if any(step.needs == "window" for step in steps):
+        tile = _fit_pooled_rows(tile, norm.attribute("width"))
+    return tile
+
+
+def _fit_pooled_rows(tile: RowTile, width: int) -> RowTile:
+    """Fewer threads where a block's pooled rows would not fit 32 KiB of shared memory (two blocks or more an SM)."""
+    threads = tile.threads
+    while threads > max(tile.lanes, 32) and threads // tile.lanes * width * 4 > 32 * 1024:
+        threads //= 2
+    return RowTile(threads, tile.lanes if tile.lanes <= 32 else threads)

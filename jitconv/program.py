@@ -1,0 +1,306 @@
+"""From a call to what has to be launched: problem, plan, grids and argument bytes, with no device in sight.
+
+A :class:`Call` is a checked public call. :func:`build` turns it into a :class:`Program`: for each kernel the plan,
+the grid and the argument bytes, complete except for addresses and numbers. The CUDA runtime and the emulator
+both run Programs; warming and inspection stop before the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jitconv import epilogue as E
+from jitconv.families import Extents, KernelPlan, common, family
+from jitconv.layout import Layout
+from jitconv.planning import Plan, plan
+from jitconv.problem import Problem, index_bits
+from jitconv.validation import Geometry
+
+_WEIGHTS = {
+    "conv": (("weight", "bias"),),
+    "conv_transpose": (("weight", "bias"),),
+    "depthwise_separable": (("depthwise_weight", "depthwise_bias"), ("weight", "bias")),
+}
+
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+#: Largest grid of a launch (CUDA programming guide, technical specifications: maximum x-dimension of a grid).
+MAX_GRID = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A public call whose arguments have been checked. ``x`` is batched; the output has ``memory_format``."""
+
+    function: str
+    operator: str
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    geometry: Geometry
+    prologue: tuple[E.Step, ...]
+    between: tuple[E.Step, ...]
+    epilogue: tuple[E.Step, ...]
+    memory_format: torch.memory_format
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor argument by the name of the kernel argument that points to it."""
+        named = {"x": self.x}
+        for (weight, bias), w, b in zip(_WEIGHTS[self.operator], self.weights, self.biases):
+            named[weight] = w
+            if b is not None:
+                named[bias] = b
+        for name, value in self._operands():
+            if isinstance(value, Tensor):
+                named[name] = value
+        return named
+
+    def numbers(self) -> dict[str, float]:
+        """Every number of the chains by the name of its kernel argument."""
+        return {
+            name: float(value.detach()) if isinstance(value, Tensor) else value
+            for name, value in self._operands()
+            if isinstance(value, float) or (isinstance(value, Tensor) and self._is_host_scalar(value))
+        }
+
+    def _is_host_scalar(self, value: Tensor) -> bool:
+        return value.device.type == "cpu" and self.x.device.type == "cuda"
+
+    def _operands(self) -> list[tuple[str, Any]]:
+        return [
+            (common.operand_name(phase, i, name), value)
+            for phase, chain in self.chains().items()
+            for i, step in enumerate(chain)
+            for name, value in step.operands
+        ]
+
+    def chains(self) -> dict[str, tuple[E.Step, ...]]:
+        return {"prologue": self.prologue, "between": self.between, "epilogue": self.epilogue}
+
+    def signature(self) -> tuple[Any, ...]:
+        """A hashable value equal for calls that run the same Program: all but addresses and numbers."""
+        tensors = (self.x, *self.weights, *self.biases)
+        return (
+            self.operator,
+            self.geometry,
+            self.memory_format,
+            self.x.dtype,
+            self.x.device,
+            *(None if t is None else (t.shape, t.stride()) for t in tensors),
+            *(tuple(step.signature() for step in chain) for chain in self.chains().values()),
+        )
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One launch: everything but addresses and numbers.
+
+    ``pointers`` and ``numbers`` are (offset in ``arguments``, name); names are those of :meth:`Call.tensors` and
+    :meth:`Call.numbers`, ``workspace0`` … for what earlier kernels wrote, and ``y``. ``writes`` names what it
+    produces, of ``shape`` and ``dtype``.
+    """
+
+    kernel: KernelPlan
+    grid: int
+    block: int
+    shared_bytes: int
+    arguments: bytes
+    pointers: tuple[tuple[int, str], ...]
+    numbers: tuple[tuple[int, str], ...]
+    writes: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+
+
+@dataclass(frozen=True)
+class Program:
+    """The launches of one call, in order; the last one writes ``y``."""
+
+    plan: Plan
+    launches: tuple[KernelLaunch, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def problem(self) -> Problem:
+        return self.plan.problem
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory needed beside the output."""
+        return sum(math.prod(step.shape) * step.dtype.itemsize for step in self.launches[:-1])
+
+
+def output_format(x: Tensor, weights: Sequence[Tensor]) -> torch.memory_format:
+    """channels_last(_3d) if x or a weight is that and not also contiguous, else contiguous (torch's own rule)."""
+    last = _CHANNELS_LAST.get(x.dim() - 2)
+    if last is None:
+        return torch.contiguous_format
+    for tensor in (x, *weights):
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            return last
+    return torch.contiguous_format
+
+
+def build(call: Call) -> Program:
+    """Check the chains of ``call`` against the shapes they meet, plan it and lay out its launches."""
+    bound = bind_chains(call)
+    problem = _problem(call, bound)
+    chosen = plan(problem)
+    shapes = [*bound["epilogue"].shapes, bound["epilogue"].shape]
+    extents = Extents(
+        batch=call.x.shape[0],
+        x=common.padded(call.x.shape[2:], 1),
+        value=tuple(common.padded(shape[2:], 1) for shape in shapes),
+    )
+    strides = _input_strides(call, bound)
+    launches = []
+    for i, kernel in enumerate(chosen.kernels):
+        final = i == len(chosen.kernels) - 1
+        shape = shapes[kernel.last]
+        memory_format = call.memory_format if final else torch.contiguous_format
+        strides["y"] = _strides(_meta(shape, memory_format))
+        launches.append(_launch(i, final, kernel, extents, strides, shape, memory_format))
+        strides["x"] = strides["y"]
+    return Program(chosen, tuple(launches), shapes[-1])
+
+
+def _meta(shape: Sequence[int], memory_format: torch.memory_format) -> Tensor:
+    return torch.empty(tuple(shape), device="meta", memory_format=memory_format)
+
+
+def _convolution_shape(call: Call) -> tuple[int, ...]:
+    g, spatial = call.geometry, call.x.shape[2:]
+    operator = "conv_transpose" if call.operator == "conv_transpose" else "conv"
+    channels = (
+        call.weights[0].shape[1] * g.groups if operator == "conv_transpose" else call.weights[-1].shape[0]
+    )
+    # Channel counts do not matter to the extents, so a Problem of one channel computes them.
+    shape_only = Problem(
+        operator, 1, 1, g.kernel_size, g.stride, g.padding, g.dilation, g.output_padding
+    )
+    return (call.x.shape[0], channels, *shape_only.convolution_extents(spatial))
+
+
+def bind_chains(call: Call) -> dict[str, E.Bound]:
+    """Check the chains of ``call`` against the shapes they meet; RuntimeError or ValueError for a misfit."""
+    x = call.x
+    out = _convolution_shape(call)
+    mid = (out[0], call.weights[0].shape[0], *out[2:])
+    shapes = {"prologue": tuple(x.shape), "between": mid, "epilogue": out}
+    return {
+        phase: E.bind(chain, shapes[phase], x.dtype, x.device, phase)
+        for phase, chain in call.chains().items()
+    }
+
+
+def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
+    g, x = call.geometry, call.x
+    separable = call.operator == "depthwise_separable"
+    channels_last = x.stride(1) == 1 and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
+    values = [*bound["epilogue"].shapes, bound["epilogue"].shape]
+    return Problem(
+        operator=call.operator,
+        in_channels=x.shape[1],
+        out_channels=values[0][1],
+        kernel_size=g.kernel_size,
+        stride=g.stride,
+        padding=g.padding,
+        dilation=g.dilation,
+        output_padding=g.output_padding,
+        groups=g.groups,
+        mid_channels=call.weights[0].shape[0] if separable else 0,
+        padding_mode=g.padding_mode,
+        dtype=str(x.dtype).removeprefix("torch."),
+        memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
+        x_memory_format="channels_last" if channels_last else "channels_first",
+        index_bits=index_bits(
+            *(_last_offset(t) for t in call.tensors().values()),
+            *(math.prod(shape) for shape in values),
+            math.prod(_class_grid(call, values[0])),
+        ),
+        bias=call.biases[-1] is not None,
+        mid_bias=separable and call.biases[0] is not None,
+        prologue=bound["prologue"].specs,
+        between=bound["between"].specs,
+        epilogue=bound["epilogue"].specs,
+    )
+
+
+def _class_grid(call: Call, shape: Sequence[int]) -> list[int]:
+    """Positions that a transposed convolution flattens: extents rounded up to the stride."""
+    if call.operator != "conv_transpose":
+        return [0]
+    return [shape[0], *(o + s for o, s in zip(shape[2:], call.geometry.stride))]
+
+
+def _last_offset(tensor: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 0)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides (in elements) of [N, C, *spatial] as (n, c, d, h, w); missing dimensions have extent 1."""
+    n, c, *spatial = tensor.stride()
+    return (n, c, *common.padded(spatial, 0))
+
+
+def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[int, ...]]:
+    strides = {"x": _strides(call.x)}
+    for (weight, _), tensor in zip(_WEIGHTS[call.operator], call.weights):
+        strides[weight] = _strides(tensor)
+    for phase, chain in bound.items():
+        for i, (spec, values) in enumerate(zip(chain.specs, chain.operands)):
+            for (name, operand), value in zip(spec.operands, values):
+                key = common.operand_name(phase, i, name)
+                if operand.kind == "tensor":
+                    strides[key] = _strides(value)
+                elif operand.kind in ("channel", "row"):
+                    strides[key] = (value.stride(0),)
+    return strides
+
+
+def _launch(
+    index: int,
+    final: bool,
+    kernel: KernelPlan,
+    extents: Extents,
+    strides: Mapping[str, tuple[int, ...]],
+    shape: tuple[int, ...],
+    memory_format: torch.memory_format,
+) -> KernelLaunch:
+    module = family(kernel)
+    layout: Layout = module.layout(kernel)
+    reads = {} if index == 0 else {"x": f"workspace{index - 1}", "conv_value": "workspace0"}
+    writes = "y" if final else f"workspace{index}"
+    # A kernel without batch has no positions, and its divisors would have nothing to divide.
+    grid = module.grid(kernel, extents) if extents.batch else 0
+    if grid > MAX_GRID:
+        raise ValueError(
+            f"input: the output of shape {shape} needs a grid of {grid} blocks: expected at most {MAX_GRID}; "
+            "split the batch"
+        )
+    values = module.values(kernel, extents, strides) if grid else {}
+    return KernelLaunch(
+        kernel=kernel,
+        grid=grid,
+        block=kernel.tile.threads,
+        shared_bytes=module.shared_bytes(kernel),
+        arguments=bytes(layout.pack(values)),
+        pointers=tuple(
+            (layout.offsets[f.name], writes if f.name == "y" else reads.get(f.name, f.name))
+            for f in layout.fields
+            if f.kind == "pointer" and (f.name != "conv_value" or kernel.conv_value)
+        ),
+        numbers=tuple((layout.offsets[f.name], f.name) for f in layout.fields if f.kind == "float"),
+        writes=writes,
+        shape=shape,
+        dtype=getattr(torch, kernel.target_dtype),
+        memory_format=memory_format,
+    )
+
