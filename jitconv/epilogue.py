@@ -29,7 +29,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class _ConvolutionValue:
 #: The convolution's own value (accumulator plus bias), as an operand of a later step.
 CONV = _ConvolutionValue()
 
-Operand = Union[float, int, Tensor, _ConvolutionValue]
+Operand: TypeAlias = float | int | Tensor | _ConvolutionValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,7 @@ class Step:
 
     @property
     def name(self) -> str:
+        """The step's name, as in kernel labels."""
         return self.kind.name
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -308,7 +309,7 @@ def hardtanh(min_val: float = -1.0, max_val: float = 1.0) -> Step:
     return Step(_HARDTANH, (("min_val", low), ("max_val", high)))
 
 
-def abs() -> Step:  # noqa: A001  (torch's name for it)
+def abs() -> Step:
     """Absolute value."""
     return Step(_ABS)
 
@@ -461,7 +462,7 @@ def register(
     def step(*values: Operand, **named: Operand) -> Step:
         if len(values) > len(operands):
             raise TypeError(f"{name}() takes {len(operands)} operands, got {len(values)}")
-        given = dict(zip(operands, values))
+        given = dict(zip(operands, values, strict=False))
         for key, value in named.items():
             if key not in operands or key in given:
                 raise TypeError(f"{name}(): unexpected operand {key}={value!r}: expected {tuple(operands)}")
@@ -495,7 +496,7 @@ class Bound:
     shape: tuple[int, ...]
 
 
-def as_chain(steps: Iterable[Step] | None, argument: str) -> tuple[Step, ...]:
+def as_chain(steps: Iterable[Step] | Step | None, argument: str) -> tuple[Step, ...]:
     """``steps`` as a tuple; TypeError naming ``argument`` when something in it is not a Step."""
     if steps is None:
         return ()
@@ -546,7 +547,7 @@ def bind(
         specs.append(
             StepSpec(
                 name=step.name,
-                operands=tuple((name, spec) for (name, _), (spec, _) in zip(step.operands, bound)),
+                operands=tuple((name, spec) for (name, _), (spec, _) in zip(step.operands, bound, strict=True)),
                 attributes=attributes,
                 cuda=step.kind.cuda,
                 preamble=step.kind.preamble,
@@ -678,9 +679,9 @@ def _pooled(
 ) -> tuple[int, ...]:
     """Shape after a pool with stride = window and no padding (formula: the page of torch.nn.AvgPool3d)."""
     out = []
-    for extent, size in zip(shape[2:], window):
+    for extent, size in zip(shape[2:], window, strict=True):
         out.append(math.ceil(extent / size) if ceil_mode else extent // size)
-    if any(o == 0 for o, extent in zip(out, shape[2:])):
+    if any(o == 0 for o, extent in zip(out, shape[2:], strict=True)):
         raise RuntimeError(
             f"{where}: kernel_size={window} on a value of shape {shape}: the output would be empty; "
             "expected a window no larger than the value"

@@ -80,6 +80,7 @@ class OperandSpec:
     dtype: str | None = None
 
     def canonical(self) -> list[str | None]:
+        """The spec as plain JSON values."""
         return [self.kind, self.dtype]
 
 
@@ -108,6 +109,7 @@ class StepSpec:
         return dict(self.attributes)[name]
 
     def canonical(self) -> dict[str, Any]:
+        """The spec as plain JSON values."""
         return {
             "name": self.name,
             "operands": [[name, *spec.canonical()] for name, spec in self.operands],
@@ -118,6 +120,7 @@ class StepSpec:
 
     @staticmethod
     def from_canonical(data: Mapping[str, Any]) -> StepSpec:
+        """The inverse of :meth:`canonical`."""
         return StepSpec(
             name=data["name"],
             operands=tuple((n, OperandSpec(kind, dtype)) for n, kind, dtype in data["operands"]),

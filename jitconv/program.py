@@ -52,7 +52,7 @@ class Call:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor argument by the name of the kernel argument that points to it."""
         named = {"x": self.x}
-        for (weight, bias), w, b in zip(_WEIGHTS[self.operator], self.weights, self.biases):
+        for (weight, bias), w, b in zip(_WEIGHTS[self.operator], self.weights, self.biases, strict=True):
             named[weight] = w
             if b is not None:
                 named[bias] = b
@@ -81,6 +81,7 @@ class Call:
         ]
 
     def chains(self) -> dict[str, tuple[E.Step, ...]]:
+        """The three chains by name, in the order in which data meets them."""
         return {"prologue": self.prologue, "between": self.between, "epilogue": self.epilogue}
 
     def signature(self) -> tuple[Any, ...]:
@@ -129,6 +130,7 @@ class Program:
 
     @property
     def problem(self) -> Problem:
+        """What the launches compute, up to sizes."""
         return self.plan.problem
 
     @property
@@ -237,11 +239,11 @@ def _class_grid(call: Call, shape: Sequence[int]) -> list[int]:
     """Positions that a transposed convolution flattens: extents rounded up to the stride."""
     if call.operator != "conv_transpose":
         return [0]
-    return [shape[0], *(o + s for o, s in zip(shape[2:], call.geometry.stride))]
+    return [shape[0], *(o + s for o, s in zip(shape[2:], call.geometry.stride, strict=True))]
 
 
 def _last_offset(tensor: Tensor) -> int:
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 0)
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 0)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -252,11 +254,11 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[int, ...]]:
     strides = {"x": _strides(call.x)}
-    for (weight, _), tensor in zip(_WEIGHTS[call.operator], call.weights):
+    for (weight, _), tensor in zip(_WEIGHTS[call.operator], call.weights, strict=True):
         strides[weight] = _strides(tensor)
     for phase, chain in bound.items():
-        for i, (spec, values) in enumerate(zip(chain.specs, chain.operands)):
-            for (name, operand), value in zip(spec.operands, values):
+        for i, (spec, values) in enumerate(zip(chain.specs, chain.operands, strict=True)):
+            for (name, operand), value in zip(spec.operands, values, strict=True):
                 key = common.operand_name(phase, i, name)
                 if operand.kind == "tensor":
                     strides[key] = _strides(value)

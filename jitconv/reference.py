@@ -32,14 +32,14 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> 
         sides = [side for pair in reversed(g.padding) for side in pair]
         x = F.pad(x, sides, mode=_PAD_MODE[g.padding_mode])
         padding = [0] * g.rank
-    return _CONV[g.rank](  # type: ignore[operator,no-any-return]
+    return _CONV[g.rank](
         x, weight, bias, stride=g.stride, padding=padding, dilation=g.dilation, groups=g.groups
     )
 
 
 def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
     """``[N, C, *]`` → ``[N, K, *]``."""
-    return _CONV_TRANSPOSE[g.rank](  # type: ignore[operator,no-any-return]
+    return _CONV_TRANSPOSE[g.rank](
         x,
         weight,
         bias,
@@ -76,7 +76,7 @@ def run(
         v = convolution(v, first, first_bias, g)
     if operator == "depthwise_separable":
         v = E.reference(between, v)
-        v = _CONV[g.rank](v, weights[1].to(dtype), _cast(biases[1], dtype))  # type: ignore[operator]
+        v = _CONV[g.rank](v, weights[1].to(dtype), _cast(biases[1], dtype))
     v = E.reference(epilogue, v)
     return v.to(x.dtype).contiguous(memory_format=memory_format)
 

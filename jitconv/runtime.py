@@ -62,7 +62,7 @@ def _launch_all(prepared: Prepared, call: Call) -> Tensor:
     tensors = call.tensors()
     numbers = call.numbers()
     stream = launch.current_stream(prepared.device.index)
-    for step, kernel in zip(prepared.program.launches, prepared.kernels):
+    for step, kernel in zip(prepared.program.launches, prepared.kernels, strict=True):
         out = torch.empty(
             step.shape, dtype=step.dtype, device=prepared.device, memory_format=step.memory_format
         )

@@ -31,6 +31,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return (self.positions // self.px) * (self.channels // self.oc_tile)
 
 
@@ -61,6 +62,7 @@ class KernelPlan:
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:
+        """The epilogue steps that this kernel applies."""
         return self.problem.epilogue[self.first : self.last]
 
     def canonical(self) -> dict[str, Any]:

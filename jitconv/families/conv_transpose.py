@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, Tile
-from jitconv.families import common
+from jitconv.families import Extents, KernelPlan, Tile, common
 from jitconv.layout import Field, Layout, divisor
 from jitconv.problem import Problem
 
@@ -41,9 +40,11 @@ def parity_classes(problem: Problem) -> tuple[list[dict[str, int]], list[dict[st
             common.padded(problem.stride, 1),
             common.padded([before for before, _ in problem.padding], 0),
             common.padded(problem.dilation, 1),
+            strict=True,
         )
     ]
-    classes, taps = [], []
+    classes: list[dict[str, int]] = []
+    taps: list[dict[str, int]] = []
     for (rd, d_taps), (rh, h_taps), (rw, w_taps) in product(*(list(enumerate(axis)) for axis in axes)):
         first = len(taps)
         for (kd, dd), (kh, dh), (kw, dw) in product(d_taps, h_taps, w_taps):
@@ -86,7 +87,7 @@ def layout(kernel: KernelPlan) -> Layout:
 
 def _class_extents(problem: Problem, extents: Extents) -> tuple[int, int, int]:
     """Positions q per axis of a parity class: the largest class, the others mask what they lack."""
-    d, h, w = (-(-o // s) for o, s in zip(extents.value[0], common.padded(problem.stride, 1)))
+    d, h, w = (-(-o // s) for o, s in zip(extents.value[0], common.padded(problem.stride, 1), strict=True))
     return d, h, w
 
 

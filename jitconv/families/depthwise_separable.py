@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, Tile
-from jitconv.families import common
+from jitconv.families import Extents, KernelPlan, Tile, common
 from jitconv.layout import Field, Layout
 
 TEMPLATE = "depthwise_separable.cu.j2"
