@@ -1,13 +1,13 @@
 // Pointwise functions of the epilogue: one fp32 value in, one fp32 value out.
 //
 // What each function is stands in torch's documentation under the same name (torch.nn.functional.mish,
-// torch.clamp, ...). How it is computed is decided here, by one rule:
+// torch.clamp, ...). How it is computed is decided here, by one rule over all of fp32:
 //
-//   error <= max(1e-6 |exact|, the error of torch's own fp32 function at that point)
+//   error <= 1e-6 |exact|, or one step of 2^-149 where the result is subnormal
 //
-// over all of fp32, where "exact" is the same function in real arithmetic. Below 2^-126, where fp32 has
-// absolute steps of 2^-149, one such step is allowed. NaN, +-Inf and the sign of zero come out as from
-// torch: silu, mish, gelu and hardswish of -Inf are NaN (-Inf * 0), minimum, maximum and clamp keep NaN.
+// where "exact" is the same function in real arithmetic. (Some of torch's own fp32 functions lose all digits
+// in a tail, so theirs is no measure.) NaN, +-Inf and the sign of zero come out as from torch: silu, mish, gelu
+// and hardswish of -Inf are NaN (-Inf * 0); minimum, maximum and clamp keep NaN.
 //
 // Tools that several functions share:
 //
@@ -204,26 +204,27 @@ __device__ __forceinline__ float selu(float v) {
 
 // alpha (e^(v / alpha) - 1) for v < 0. With alpha < 0 the exponent is positive and its rounding shows in the
 // result, hence the second term: d/dx expm1(x) = expm1(x) + 1, times what rounding v / alpha left over.
-// From 88.73 on e^x is Inf and needs no correction.
+// From 88.73 on e^x is Inf and needs no correction. A tiny v is its own result, also where v / alpha is subnormal.
 __device__ __forceinline__ float celu(float v, float alpha) {
     const float inverse = 1.0f / alpha;
     const float x = v * inverse;
     const float rounded = expm1f(x);
     const float lo = fmaf(-x, alpha, v) * inverse;
     const float grown = x > 1.0f && x < 88.7f ? fmaf(rounded + 1.0f, lo, rounded) : rounded;
-    return v < 0.0f ? alpha * grown : v;
+    return v < 0.0f && fabsf(x) > 0x1p-26f ? alpha * grown : v;
 }
 
 // ---- gelu ------------------------------------------------------------------------------------------------
 
-// v Phi(v), Phi the normal distribution function. (1 + erf, as the definition reads, cancels for v < 0.) With x = |v|,
+// v Phi(v), Phi the normal distribution function. (1 + erf, as the definition reads, cancels for v < 0.) With
+// x = |v|
 //
 //     Phi(-x) = exp(-x^2 / 2) g(x)        g(x) = erfcx(x / sqrt 2) / 2, slowly varying: 0.5 ... 0.028
 //
 // so the result is v Phi(-x) on the left and v (1 - Phi(-x)) on the right. x^2 = s + s_lo exactly, and
-// exp(-x^2 / 2) = h h. g is u P(u), u = 1 / (1 + 0.35 x), P the minimax fit on x <= 15 (relative error 3.3e-8). From
-// x = 24 on h itself is 0, as -0 for large negative v and NaN for -Inf require (fminf drops a NaN; the factor v
-// brings it back).
+// exp(-x^2 / 2) = h h. g is u P(u), u = 1 / (1 + 0.35 x), P the minimax fit on x <= 15 (relative error
+// 3.2e-8). From x = 24 on h itself is 0, as -0 for large negative v and NaN for -Inf require (fminf drops a NaN;
+// the factor v brings it back).
 __device__ __forceinline__ float gelu_erf(float v) {
     const float x = fminf(fabsf(v), 24.0f);
     const float s = x * x;
