@@ -1,0 +1,190 @@
+"""Inputs for the kernels of this folder, and what must come out.
+
+A case is run by a *runner* with the signature of ``jitconv.emulate.execute``: the emulator, or the
+GPU. Expected values come from torch in float64 or from Python's integers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+import torch
+
+from jitconv.emulate import Launch
+from tests.kernels import Kernel, load
+
+Runner = Callable[[Kernel, Launch, bytes, Mapping[int, torch.Tensor]], None]
+Results = dict[str, torch.Tensor]
+
+CUT_SHORT = 8  # floats missing from the last tile of the pipeline
+
+
+def _unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An output that no kernel has written: NaN, or for integers a pattern that is no result."""
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, -0x0123456789ABCDEF, dtype=dtype)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- barriers.cu ------------------------------------------------------------------------------
+
+
+def _rings(x: torch.Tensor, length: int, rounds: int) -> torch.Tensor:
+    value = x.double().view(-1, length)
+    for _ in range(rounds):
+        value = value + 0.5 * value.roll(-1, 1)
+    return value.reshape(-1)
+
+
+def barriers(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
+    """Results and expectation of ``barriers.cu`` on three blocks."""
+    rounds, blocks = 3, 3
+    x = _random(128 * blocks)
+    out = {name: _unwritten(128 * blocks) for name in ("ring", "warp_ring", "sums")}
+    arguments = struct.pack("<4Qi4x", 0, 0, 0, 0, rounds)
+    pointers = {0: x, 8: out["ring"], 16: out["warp_ring"], 24: out["sums"]}
+    run(kernel or load("barriers"), Launch(blocks, 128, 4 * (128 + 4)), arguments, pointers)
+    block = x.double().view(blocks, 128)
+    sums = block.sum(1) + 2 * (block**2).sum(1) + 4 * block.amax(1) - 8 * block.amin(1)
+    expected = {
+        "ring": _rings(x, 128, rounds),
+        "warp_ring": _rings(x, 32, rounds),
+        "sums": sums.repeat_interleave(128),
+    }
+    return out, expected
+
+
+# ---- named_barriers.cu ------------------------------------------------------------------------
+
+
+def named_barriers(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
+    """Results and expectation of ``named_barriers.cu`` on seven tiles."""
+    x = _random(7, 32)
+    y = _unwritten(7, 32)
+    arguments = struct.pack("<2Qi4x", 0, 0, 7)
+    run(kernel or load("named_barriers"), Launch(1, 64, 2 * 128), arguments, {0: x, 8: y})
+    return {"y": y}, {"y": 2 * x.double().roll(-1, 1)}
+
+
+# ---- pipeline.cu ------------------------------------------------------------------------------
+
+
+def pipeline(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
+    """Results and expectation of ``pipeline.cu`` on six tiles, the last one cut short."""
+    tiles = 6
+    x = _random(tiles * 256 - CUT_SHORT)
+    y = _unwritten(tiles * 256)
+    arguments = struct.pack("<2Qi4x", 0, 0, x.numel())
+    run(kernel or load("pipeline"), Launch(1, 64, 3 * 1024), arguments, {0: x, 8: y})
+    padded = torch.cat([x.double(), torch.zeros(CUT_SHORT, dtype=torch.float64)])
+    return {"y": y}, {"y": padded.view(tiles, 256).flip(1).reshape(-1)}
+
+
+# ---- bulk.cu ----------------------------------------------------------------------------------
+
+
+def bulk(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
+    """Results and expectation of ``bulk.cu`` on seven rows."""
+    x = _random(7, 96)
+    y = _unwritten(7, 96)
+    arguments = struct.pack("<2Qi4x", 0, 0, 7)
+    run(kernel or load("bulk"), Launch(1, 128, 4 * 4 * 96 + 4 * 8), arguments, {0: x, 8: y})
+    return {"y": y}, {"y": x.double().flip(1)}
+
+
+# ---- numeric.cu -------------------------------------------------------------------------------
+
+
+def float_sweep(count: int, seed: int = 0) -> torch.Tensor:
+    """Random bit patterns, ties of every 16-bit format, and the special values."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64)
+    bits = patterns.to(torch.int32)
+    everything = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    ties = []
+    for dtype in (torch.float16, torch.bfloat16):
+        value = everything.view(dtype).float().view(torch.int32)
+        half_unit = 0x1000 if dtype == torch.float16 else 0x8000
+        ties += [value + half_unit, value + half_unit - 1, value + half_unit + 1]
+    # Halves of the unit 2^-24 of a subnormal half, and of the unit 2^-133 of a subnormal bfloat16.
+    ties.append((torch.arange(0, 2050) * 0.5 * 2.0**-24).float().view(torch.int32))
+    ties.append(torch.arange(0, 130, dtype=torch.int32) * 0x8000)
+    special = torch.tensor([0, 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF, 1])
+    special = torch.cat([special, special - 2**31]).to(torch.int32)
+    return torch.cat([bits, *ties, special]).view(torch.float32)
+
+
+def numeric(run: Runner, count: int = 200_000) -> tuple[Results, torch.Tensor, torch.Tensor]:
+    """Results of ``numeric.cu``, the floats that went in, and all 16-bit patterns."""
+    x = float_sweep(count)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    out = {
+        "to_half": torch.zeros(x.numel(), dtype=torch.float16),
+        "to_bfloat16": torch.zeros(x.numel(), dtype=torch.bfloat16),
+        "to_tf32": torch.zeros(x.numel()),
+        "from_half": torch.zeros(65536),
+        "from_bfloat16": torch.zeros(65536),
+    }
+    tensors = [x, patterns, patterns, *out.values()]
+    arguments = struct.pack("<8Qi4x", *[0] * 8, x.numel())
+    pointers = {8 * index: tensor for index, tensor in enumerate(tensors)}
+    blocks = -(-max(x.numel(), 65536) // 256)
+    run(load("numeric"), Launch(blocks, 256), arguments, pointers)
+    return out, x, patterns
+
+
+# ---- integers.cu ------------------------------------------------------------------------------
+
+INTEGERS = (
+    "umulhi", "mulhi", "umul64hi", "mul64hi", "clz", "clzll", "ffs", "ffsll", "popc", "popcll",
+    "brev", "byte_perm", "min", "max", "mixed min", "bits",
+)  # fmt: skip
+
+
+def integer_operands(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random 64-bit patterns of every magnitude, and all pairs of the extreme ones."""
+    generator = torch.Generator().manual_seed(3)
+    edge = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), -1]
+    operands = []
+    for pairs in ([a for a in edge for _ in edge], edge * len(edge)):
+        wide = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+        shift = torch.randint(0, 64, (count,), generator=generator)
+        operands.append(torch.cat([torch.tensor(pairs), wide >> shift]))
+    return operands[0], operands[1]
+
+
+def integers(run: Runner, count: int = 2000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Results of ``integers.cu`` ([16][pairs], as signed 64 bits) and its operands."""
+    a, b = integer_operands(count)
+    results = _unwritten(len(INTEGERS), a.numel(), dtype=torch.int64)
+    arguments = struct.pack("<3Qi4x", 0, 0, 0, a.numel())
+    blocks = -(-a.numel() // 256)
+    run(load("integers"), Launch(blocks, 256), arguments, {0: a, 8: b, 16: results})
+    return results, a, b
+
+
+# ---- warps.cu ---------------------------------------------------------------------------------
+
+WARP_RESULTS = 18
+
+
+def warps(run: Runner, operand: int, blocks: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of ``warps.cu`` ([18][blocks * 32]) and the values that went in."""
+    x = _random(32 * blocks, seed=5)
+    results = _unwritten(WARP_RESULTS, 32 * blocks)
+    arguments = struct.pack("<2Qi4x", 0, 0, operand)
+    run(load("warps"), Launch(blocks, 32), arguments, {0: x, 8: results})
+    return results, x
+
+
+def assert_close(results: Results, expected: Results) -> None:
+    """Every result within a few float32 roundings of its float64 expectation."""
+    for name, value in results.items():
+        torch.testing.assert_close(
+            value.double(), expected[name], rtol=2e-6, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
