@@ -608,3 +608,14 @@ def test_metadata_is_kept_as_json_says_it(store):
     metadata = {"tile": [64, 128], "arch": "sm_90a", "ms": 1.5, "note": "ä", "none": None}
     store.put("k", Entry(b"x", "", metadata))
     assert store.get("k").metadata == json.loads(json.dumps(metadata))
+
+
+def test_a_process_that_only_reads_writes_nothing(store):
+    store.put("k", kernel())
+    store.close()
+    before = (store.directory / "cache.db").read_bytes()
+    assert store.get("k") == kernel()
+    # A write would make SQLite wait for the disk twice, at every start of a process.
+    assert (store.directory / "cache.db-wal").stat().st_size == 0
+    store.close()
+    assert (store.directory / "cache.db").read_bytes() == before

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import diskcache
 from diskcache.core import METADATA, MODE_RAW
@@ -66,7 +66,7 @@ _OWN_ROW = (
 )
 
 # Recording that an entry was read is worth a short wait, not a stalled call.
-_TOUCH_WAIT_MS = 50
+_TOUCH_WAIT_S = 0.05
 _OPENING_WAIT_S = 0.02
 
 
@@ -91,9 +91,7 @@ class BytesDisk(diskcache.Disk):  # type: ignore[misc]
             raise ForeignRowError("the key is not text")
         return key
 
-    def store(
-        self, value: object, read: bool, key: object = None
-    ) -> tuple[int, int, None, memoryview]:
+    def store(self, value: object, read: bool, key: object = None) -> tuple[int, int, None, memoryview]:
         if type(value) is not bytes or read:
             raise TypeError(f"value is {type(value).__name__}; expected bytes")
         return 0, MODE_RAW, None, memoryview(value)
@@ -118,34 +116,44 @@ class Database(diskcache.Cache):  # type: ignore[misc]
     """
 
     def __init__(self, directory: Path, timeout: float, deadline: float) -> None:
-        self._connection: sqlite3.Connection | None = None
         self._wait = timeout
-        self._deadline = deadline
+        self._opening = True
+        path = str(directory / DATABASE)
+        self._connection: sqlite3.Connection | None = _until(deadline, lambda: _connect(path))
         try:
-            super().__init__(str(directory), timeout=timeout, disk=BytesDisk, **SETTINGS)
+            self._open(self._connection, directory, deadline)
+            self._set_wait(timeout)
         except BaseException:
+            self._opening = False
             self.close()
             raise
+        self._opening = False
+
+    def _open(self, connection: sqlite3.Connection, directory: Path, deadline: float) -> None:
+        """Let diskcache make its tables, in one transaction: a kill leaves all of them or none.
+
+        diskcache also writes every setting anew. Where they are right already that is undone,
+        so that a process which only reads kernels does not wait for the disk.
+        """
+        _until(deadline, lambda: connection.execute("BEGIN IMMEDIATE"))
+        settings = _stored_settings(connection)
+        schema = _schema_version(connection)
+        super().__init__(str(directory), timeout=self._wait, disk=BytesDisk, **SETTINGS)
+        unchanged = settings.items() >= SETTINGS.items() and schema == _schema_version(connection)
+        connection.execute("ROLLBACK" if unchanged else "COMMIT")
 
     # --- replaced members of diskcache.Cache ---
 
     @property
     def _con(self) -> sqlite3.Connection:
         if self._connection is None:
-            path = str(Path(self._directory) / DATABASE)
-            # diskcache sets _timeout to 0 for the length of __init__. Short waits then, repeated
-            # by _until_deadline: each of its statements would otherwise wait the whole time.
-            wait = self._timeout or _OPENING_WAIT_S
-            self._connection = self._until_deadline(lambda: _connect(path, wait))
+            raise sqlite3.OperationalError("the database is closed")
         return self._connection
 
     @property
     def _sql_retry(self) -> Callable[..., sqlite3.Cursor]:
-        # Called by __init__ only.
-        def execute(statement: str, *arguments: Any) -> sqlite3.Cursor:
-            return self._until_deadline(lambda: self._con.execute(statement, *arguments))
-
-        return execute
+        # Called by __init__ only, which holds the lock already.
+        return self._con.execute
 
     @contextmanager
     def _transact(
@@ -174,7 +182,10 @@ class Database(diskcache.Cache):  # type: ignore[misc]
         return value
 
     def close(self) -> None:
-        """Close the connection; the next statement opens another."""
+        """Close the connection, for good."""
+        # diskcache reopens in the middle of __init__; with the transaction open, that must not be.
+        if self._opening:
+            return
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -193,16 +204,15 @@ class Database(diskcache.Cache):  # type: ignore[misc]
     def touch_read(self, key: str, interval: float) -> None:
         """Note that ``key`` was read, unless that was noted within ``interval`` seconds."""
         now = time.time()
-        self._con.execute(f"PRAGMA busy_timeout = {_TOUCH_WAIT_MS}")
+        self._set_wait(_TOUCH_WAIT_S)
         # A lost note costs nothing but a less exact eviction order.
         with suppress(sqlite3.OperationalError):
             # abs(): after the clock was set back, a time in the future is as stale as an old one.
             self._con.execute(
-                "UPDATE Cache SET access_time = ?"
-                " WHERE key = ? AND raw = 1 AND (abs(access_time - ?) < ?) IS NOT 1",
+                "UPDATE Cache SET access_time = ? WHERE key = ? AND raw = 1 AND (abs(access_time - ?) < ?) IS NOT 1",
                 (now, key, now, interval),
             )
-        self._con.execute(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
+        self._set_wait(self._wait)
 
     def publish(self, key: str, payload: bytes, metadata: str) -> None:
         """Store ``payload`` under ``key``; ``metadata`` is kept beside it for ``rows``."""
@@ -267,35 +277,55 @@ class Database(diskcache.Cache):  # type: ignore[misc]
         self._con.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return number
 
-    def _until_deadline(self, action: Callable[[], T]) -> T:
-        """Repeat while another process holds a lock: opening meets locks that SQLite's own busy
-        handler does not wait for, such as the switch to write-ahead logging."""
-        while True:
-            try:
-                return action()
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > self._deadline:
-                    raise
-                time.sleep(0.002)
+    def _set_wait(self, seconds: float) -> None:
+        self._con.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}").close()
 
 
-def _connect(path: str, timeout: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        path, timeout=timeout, isolation_level=None, check_same_thread=False
-    )
+def _connect(path: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_OPENING_WAIT_S, isolation_level=None, check_same_thread=False)
     try:
         for pragma in _FIXED_PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").close()
         # auto_vacuum comes first in this order, and must: it is fixed by the first page written.
         for name, value in SETTINGS.items():
             if name.startswith("sqlite_"):
-                connection.execute(f"PRAGMA {name[7:]} = {value}").close()
+                _set_pragma(connection, name[7:], value)
         # A hostile row may hold text that is not UTF-8; it must not fail the query it is in.
         connection.text_factory = _lenient_text
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _set_pragma(connection: sqlite3.Connection, name: str, value: int | str) -> None:
+    # Asked first: setting auto_vacuum writes, and waits for the disk, even where it is right.
+    if connection.execute(f"PRAGMA {name}").fetchall() != [(value,)]:
+        connection.execute(f"PRAGMA {name} = {value}").fetchall()
+
+
+def _stored_settings(connection: sqlite3.Connection) -> dict[object, object]:
+    try:
+        return dict(connection.execute("SELECT key, value FROM Settings"))
+    except sqlite3.OperationalError:  # There is no table yet.
+        return {}
+
+
+def _schema_version(connection: sqlite3.Connection) -> int:
+    ((version,),) = connection.execute("PRAGMA schema_version")
+    return int(version)
+
+
+def _until(deadline: float, action: Callable[[], T]) -> T:
+    """Repeat while another process holds a lock: opening meets locks that SQLite's own busy
+    handler does not wait for, such as the switch to write-ahead logging."""
+    while True:
+        try:
+            return action()
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.002)
 
 
 def _lenient_text(data: bytes) -> str:

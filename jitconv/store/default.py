@@ -51,8 +51,7 @@ def _make() -> Store | None:
         return Store(size_limit=size_limit)
     except StoreUnavailableError as error:
         warnings.warn(
-            f"kernel store not used: {error}. Kernels are kept in memory only and the next "
-            "process compiles them again",
+            f"kernel store not used: {error}. Kernels are kept in memory only and the next process compiles them again",
             StoreWarning,
             stacklevel=3,
         )

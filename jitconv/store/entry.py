@@ -61,9 +61,7 @@ class Entry:
 def check_key(key: str) -> str:
     """Return ``key``, or raise ValueError unless it is 1 to 256 printable ASCII characters."""
     if type(key) is not str or not _KEY.fullmatch(key):
-        raise ValueError(
-            f"key={key!r}: expected a str of 1 to 256 printable ASCII characters without spaces"
-        )
+        raise ValueError(f"key={key!r}: expected a str of 1 to 256 printable ASCII characters without spaces")
     return key
 
 

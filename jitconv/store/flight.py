@@ -106,9 +106,7 @@ def _lead(
         flight.done.set()
 
 
-def _fetch_or_publish(
-    key: str, build: Callable[[], Entry], store: Store, claim_timeout: float
-) -> Entry:
+def _fetch_or_publish(key: str, build: Callable[[], Entry], store: Store, claim_timeout: float) -> Entry:
     with store.claim(key, claim_timeout):
         entry = store.get(key)
         if entry is not None:

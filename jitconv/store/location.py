@@ -98,9 +98,7 @@ def configured_directory(environ: Mapping[str, str]) -> Path:
     try:
         directory = Path(platformdirs.user_cache_dir("jitconv", appauthor=False))
     except (RuntimeError, KeyError) as error:
-        raise StoreUnavailableError(
-            f"no user cache directory can be found ({error}); {_CHOOSE_ANOTHER}"
-        ) from error
+        raise StoreUnavailableError(f"no user cache directory can be found ({error}); {_CHOOSE_ANOTHER}") from error
     # Older platformdirs answer with a literal "~/.cache" when there is no home directory.
     if not directory.is_absolute():
         raise StoreUnavailableError(
@@ -119,9 +117,7 @@ def absolute_directory(directory: Path | str) -> Path:
     """
     expanded = os.path.abspath(os.path.expandvars(os.path.expanduser(str(directory))))
     if os.path.expandvars(os.path.expanduser(expanded)) != expanded:
-        raise StoreUnavailableError(
-            f"cache directory {expanded!r} holds a variable inside a variable; spell it out"
-        )
+        raise StoreUnavailableError(f"cache directory {expanded!r} holds a variable inside a variable; spell it out")
     return Path(expanded)
 
 
@@ -139,9 +135,7 @@ def prepare_directory(directory: Path, environ: Mapping[str, str]) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.stat()
     except OSError as error:
-        raise StoreUnavailableError(
-            f"{directory} cannot be created: {error.strerror}; {_CHOOSE_ANOTHER}"
-        ) from error
+        raise StoreUnavailableError(f"{directory} cannot be created: {error.strerror}; {_CHOOSE_ANOTHER}") from error
     if environ.get("JITCONV_CACHE_TRUST") != "1":
         _check_owner(directory, status)
     effective = os.access in os.supports_effective_ids
@@ -172,9 +166,7 @@ def _check_owner(directory: Path, status: os.stat_result) -> None:
     # A link is as trustworthy as whoever can point it elsewhere, so both owners count.
     for owner in (status.st_uid, directory.lstat().st_uid):
         if owner != me:
-            raise StoreUnavailableError(
-                f"{directory} belongs to uid {owner}, this process runs as uid {me}; {remedy}"
-            )
+            raise StoreUnavailableError(f"{directory} belongs to uid {owner}, this process runs as uid {me}; {remedy}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
         raise StoreUnavailableError(

@@ -148,9 +148,7 @@ class Store:
     ) -> None:
         if size_limit is not None and size_limit < 0:
             raise ValueError(f"size_limit={size_limit}: expected a number of bytes, 0 or more")
-        self.directory = (
-            configured_directory(os.environ) if directory is None else absolute_directory(directory)
-        )
+        self.directory = configured_directory(os.environ) if directory is None else absolute_directory(directory)
         self.size_limit = configured_size_limit(os.environ) if size_limit is None else size_limit
         self._strict = strict
         self._lock = threading.Lock()
@@ -250,8 +248,7 @@ class Store:
         nothing: list[Row] = []
         rows = self._run(_own_rows, nothing)
         return [
-            EntryInfo(key, size, stored, read, _parsed(metadata) or {})
-            for key, size, stored, read, metadata in rows
+            EntryInfo(key, size, stored, read, _parsed(metadata) or {}) for key, size, stored, read, metadata in rows
         ]
 
     def verify(self) -> list[Finding]:
@@ -267,8 +264,7 @@ class Store:
         if problems is unchecked and self._unusable is not None:
             problems = [Finding(None, self._unusable)]
         return problems + [
-            Finding(None, f"moved aside earlier: {path}")
-            for path in vetting.quarantined(self.directory)
+            Finding(None, f"moved aside earlier: {path}") for path in vetting.quarantined(self.directory)
         ]
 
     def mark_loaded(self, key: str) -> None:
@@ -441,9 +437,7 @@ class Store:
             self._move_aside(database, key, payload, error)
         return None
 
-    def _move_aside(
-        self, database: Database, key: str, payload: bytes, error: CorruptEntryError
-    ) -> None:
+    def _move_aside(self, database: Database, key: str, payload: bytes, error: CorruptEntryError) -> None:
         count("corrupt")
         kept: Path | str = "not kept"
         with contextlib.suppress(OSError, StoreUnavailableError):
@@ -459,8 +453,7 @@ class Store:
             return
         count("evicted", len(removed))
         _log.info(
-            "kernel store %s: removed the %d least recently used kernels (%d bytes) to stay under "
-            "%d bytes: %s",
+            "kernel store %s: removed the %d least recently used kernels (%d bytes) to stay under %d bytes: %s",
             self.directory,
             len(removed),
             sum(size for _, size in removed),
