@@ -326,9 +326,7 @@ class Store:
         if not self._lock.acquire(timeout=CALL_DEADLINE_S):
             return self._refuse(f"{self.directory} is in use by another thread", default)
         try:
-            if self._database is None:
-                self._database = self._open_database()
-            return operation(self._database)
+            return operation(self._current_database())
         except StoreUnavailableError as error:
             self._unusable = str(error)
             failure = str(error)
@@ -386,6 +384,14 @@ class Store:
         )
 
     # --- opening ---
+
+    def _current_database(self) -> Database:
+        # Removed or replaced since: SQLite would go on with a file that nobody else can see.
+        if self._database is not None and vetting.database_identity(self.directory) != self._identity:
+            self._close_database()
+        if self._database is None:
+            self._database = self._open_database()
+        return self._database
 
     def _open_database(self) -> Database:
         from jitconv.store.database import Database, ForeignRowError
