@@ -46,6 +46,8 @@ __all__ = [
     "execute",
 ]
 
+# What lies between the elements of a strided tensor: a NaN in every floating type.
+_GAP = 0xFF
 # What shared memory holds before a kernel writes it. The first is NaN in every floating type and
 # far out of bounds as an index. A maximum or a minimum can swallow NaN, but not a huge number too.
 _POISON_NAN = 0x7FFF7FFF
@@ -161,8 +163,7 @@ def compiler() -> str:
         found = shutil.which(named)
         if found is None:
             raise EmulatorUnavailableError(
-                f"CXX={named!r}: no such program; expected the name or path of a C++17 compiler. "
-                "Correct or unset CXX"
+                f"CXX={named!r}: no such program; expected the name or path of a C++17 compiler. Correct or unset CXX"
             )
         return found
     for name in ("c++", "g++", "clang++"):
@@ -222,9 +223,7 @@ def _run_compiler(command: Sequence[str], folder: Path, what: str) -> None:
     if result.returncode != 0:
         lines = result.stderr.splitlines()
         shown = "\n".join(lines[:40])
-        raise EmulationError(
-            f"{what} does not compile for the CPU with {command[0]}:\n{shown}", result.stderr
-        )
+        raise EmulationError(f"{what} does not compile for the CPU with {command[0]}:\n{shown}", result.stderr)
 
 
 def _write_tree(folder: Path, files: Mapping[str, str]) -> None:
@@ -311,12 +310,38 @@ class _Span:
     storage: torch.UntypedStorage
     start: int
     end: int
+    #: Which of the bytes belong to an element; None if all do.
+    elements: torch.Tensor | None = None
 
     def bytes_view(self) -> torch.Tensor:
+        """The bytes as a uint8 tensor that shares the storage."""
         import torch
 
         flat = torch.empty(0, dtype=torch.uint8)
         return flat.set_(self.storage, self.start, (self.end - self.start,), (1,))
+
+    def contents(self) -> bytes:
+        """The bytes to start from: a kernel that reads the gaps between elements reads poison."""
+        data = self.bytes_view().clone()
+        if self.elements is not None:
+            data[~self.elements] = _GAP
+        return data.numpy().tobytes()
+
+    def stray_write(self, data: torch.Tensor) -> int | None:
+        """Position of the first byte in ``data`` that a kernel wrote between elements."""
+        if self.elements is None:
+            return None
+        stray = (~self.elements & (data != _GAP)).nonzero()
+        return int(stray[0]) if len(stray) else None
+
+    def take(self, data: torch.Tensor) -> None:
+        """Copy the elements in ``data`` to the storage."""
+        import torch
+
+        if self.elements is None:
+            self.bytes_view().copy_(data)
+        else:
+            self.bytes_view().copy_(torch.where(self.elements, data, self.bytes_view()))
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
@@ -329,8 +354,16 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
-def _spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
+def _spans(tensors: Sequence[torch.Tensor]) -> list[_Span]:
     """The buffers: tensors that overlap in one storage share one; all others are apart."""
+    spans = _merged(tensors)
+    for index, span in enumerate(spans):
+        inside = [tensor for tensor in tensors if _find_span(spans, tensor)[0] == index]
+        span.elements = _element_bytes(span, inside)
+    return spans
+
+
+def _merged(tensors: Iterable[torch.Tensor]) -> list[_Span]:
     spans: list[_Span] = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -348,6 +381,20 @@ def _spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
     return spans
 
 
+def _element_bytes(span: _Span, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Which bytes of a buffer belong to an element of some tensor; None if all do."""
+    import torch
+
+    mask = torch.zeros(span.end - span.start, dtype=torch.bool)
+    for tensor in tensors:
+        size = tensor.element_size()
+        shape = (*tensor.shape, size)
+        stride = (*(size * step for step in tensor.stride()), 1)
+        start = _reach(tensor)[0] - span.start
+        mask.as_strided(shape, stride, start).fill_(True)
+    return None if bool(mask.all()) else mask
+
+
 def _find_span(spans: Sequence[_Span], tensor: torch.Tensor) -> tuple[int, int]:
     """Index of the buffer that holds a tensor, and where in it the tensor starts."""
     start, end = _reach(tensor)
@@ -362,13 +409,10 @@ def _check_pointers(arguments: bytes, pointers: Mapping[int, torch.Tensor]) -> N
     for offset, tensor in pointers.items():
         if offset < 0 or offset % 8 != 0 or offset + 8 > len(arguments):
             raise ValueError(
-                f"pointers[{offset}]: expected a multiple of 8 within the {len(arguments)} bytes "
-                "of arguments"
+                f"pointers[{offset}]: expected a multiple of 8 within the {len(arguments)} bytes of arguments"
             )
         if tensor.device.type != "cpu":
-            raise ValueError(
-                f"pointers[{offset}]: the tensor is on {tensor.device}; expected a CPU tensor"
-            )
+            raise ValueError(f"pointers[{offset}]: the tensor is on {tensor.device}; expected a CPU tensor")
 
 
 # ---- A run --------------------------------------------------------------------------------------
@@ -410,14 +454,22 @@ def execute(
     program = build(rendered, sanitize=sanitize, arch=arch)
     if launch.grid == 0:
         return
-    spans = _spans(pointers.values())
+    spans = _spans(list(pointers.values()))
     job = _encode_job(launch, arguments, pointers, schedules, spans)
     result = _run_program(program, job, rendered.name, timeout)
     if result.returncode != 0:
         report = result.stderr.decode(errors="replace")
         message = f"kernel {rendered.name}: {_trim(report) or f'exit code {result.returncode}'}"
         raise EmulationError(message + _locate(report, pointers, spans), report)
-    _copy_out(result.stdout, spans)
+    data = _split(result.stdout, spans)
+    for index, span in enumerate(spans):
+        byte = span.stray_write(data[index])
+        if byte is not None:
+            report = f"buffer {index} of {span.end - span.start} bytes, offset {byte}"
+            message = f"kernel {rendered.name}: write into the gap between elements: {report}"
+            raise EmulationError(message + _locate(report, pointers, spans))
+    for span, written in zip(spans, data, strict=True):
+        span.take(written)
 
 
 def _check_launch(launch: Launch, schedules: Sequence[Schedule]) -> None:
@@ -450,31 +502,28 @@ def _encode_job(
         # A CUDA allocation is aligned to 256 bytes and more; a view into it is not.
         numbers += [span.end - span.start, span.start % 256]
     parts = [struct.pack(f"<{len(numbers)}Q", *numbers), arguments]
-    parts += [span.bytes_view().numpy().tobytes() for span in spans]
+    parts += [span.contents() for span in spans]
     return b"".join(parts)
 
 
-def _copy_out(output: bytes, spans: Sequence[_Span]) -> None:
+def _split(output: bytes, spans: Sequence[_Span]) -> list[torch.Tensor]:
+    """The bytes of each buffer after the run."""
     import torch
 
+    everything = torch.frombuffer(bytearray(output or b"\0"), dtype=torch.uint8)
+    parts = []
     position = 0
     for span in spans:
-        count = span.end - span.start
-        if count:
-            data = bytearray(output[position : position + count])
-            span.bytes_view().copy_(torch.frombuffer(data, dtype=torch.uint8))
-        position += count
+        parts.append(everything[position : position + span.end - span.start])
+        position += span.end - span.start
+    return parts
 
 
-def _run_program(
-    program: Path, job: bytes, name: str, timeout: float
-) -> subprocess.CompletedProcess[bytes]:
+def _run_program(program: Path, job: bytes, name: str, timeout: float) -> subprocess.CompletedProcess[bytes]:
     command = [*_without_randomisation(), str(program)]
     environment = {**os.environ, **_SANITIZER_ENVIRONMENT}
     try:
-        return subprocess.run(
-            command, input=job, capture_output=True, env=environment, timeout=timeout, check=False
-        )
+        return subprocess.run(command, input=job, capture_output=True, env=environment, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
         report = (error.stderr or b"").decode(errors="replace")
         raise EmulationError(
@@ -507,10 +556,13 @@ def _without_randomisation() -> tuple[str, ...]:
 
 # Rulers, summaries, and every stack frame that is not in the kernel or a device header.
 _NOISE = re.compile(
-    r"^(=+|SUMMARY.*|\s*#\d+ .*(jitconv::host::|host/|libasan|libubsan|libc\.so|_start).*|\s*)$"
+    r"^(=+|SUMMARY.*|AddressSanitizer:DEADLYSIGNAL|\s*"
+    r"|\s*#\d+ .*(jitconv::host::|host/|libasan|libubsan|libc\.so|_start).*)$"
 )
 # The sanitizer's notes on who allocated an address: the emulator names the buffer instead.
 _REST = ("allocated by thread", "Shadow bytes around", "AddressSanitizer can not provide")
+# Where a program was built, in front of the names of its files.
+_BUILD_FOLDER = re.compile(r"\S*/build-[^/\s]+/")
 _LONGEST_REPORT = 40
 
 
@@ -519,7 +571,7 @@ def _trim(report: str) -> str:
     found: list[str] = []
     emulator: list[str] = []
     skipping = False
-    for line in report.splitlines():
+    for line in _BUILD_FOLDER.sub("", report).splitlines():
         if line.startswith("emulator: "):
             emulator.append(line.removeprefix("emulator: "))
             skipping = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,13 +134,9 @@ def test_shuffles_and_votes_follow_the_definition(operand: int) -> None:
         return [
             shuffled(width, lambda lane, low: low + distance % width),
             shuffled(width, lambda lane, low: lane - distance if lane - distance >= low else None),
-            shuffled(
-                width, lambda lane, low: lane + distance if lane + distance < low + width else None
-            ),
+            shuffled(width, lambda lane, low: lane + distance if lane + distance < low + width else None),
             # A partner in a later group is out of reach, one in an earlier group is not.
-            shuffled(
-                width, lambda lane, low: lane ^ distance if lane ^ distance < low + width else None
-            ),
+            shuffled(width, lambda lane, low: lane ^ distance if lane ^ distance < low + width else None),
         ]
 
     for block in range(2):
@@ -159,13 +156,18 @@ def test_shuffles_and_votes_follow_the_definition(operand: int) -> None:
         assert torch.equal(got[17], value[[lane ^ 3 for lane in lanes]])
 
 
-@pytest.mark.parametrize("arch", KNOWN)
-@pytest.mark.parametrize(
-    "name", ["barriers", "named_barriers", "pipeline", "bulk", "numeric", "integers", "warps"]
-)
+EVERYWHERE = ("barriers", "named_barriers", "pipeline", "numeric", "integers", "warps")
+TEXTS = [(name, arch) for name in EVERYWHERE for arch in KNOWN]
+TEXTS += [("bulk", arch) for arch in ("sm_90a", "sm_100a", "sm_120")]
+
+
+@pytest.mark.parametrize(("name", "arch"), TEXTS)
 def test_nvrtc_takes_the_text_that_the_emulator_runs(name: str, arch: str) -> None:
-    if name == "bulk" and arch in ("sm_75", "sm_80", "sm_86", "sm_89"):
-        pytest.skip("bulk copies exist from sm_90 on")
     kernel = load(name)
     compiled = compile_cubin(kernel.source, name=name, arch=arch, headers=kernel.headers)
     assert compiled.resources.spill_stores == 0
+
+
+def test_every_kernel_of_the_folder_is_tested() -> None:
+    files = {path.stem for path in Path(cases.__file__).parent.glob("*.cu")}
+    assert files == {*EVERYWHERE, "bulk"}

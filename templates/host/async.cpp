@@ -95,7 +95,7 @@ void require_shared(const void* pointer, unsigned bytes, const char* what, const
 
 void require_global(const void* pointer, unsigned bytes, const char* what, const Here& here) {
     if (!is_global(pointer, bytes)) {
-        fail(text("%s: %u bytes at %s are out of bounds (%s)", what, bytes, describe_global(pointer).c_str(),
+        fail(text("%s: %u bytes at %s are out of bounds (%s)", what, bytes, describe_address(pointer).c_str(),
                   place(here).c_str()));
     }
 }

@@ -149,7 +149,7 @@ void mark_waiting(const Here& here, std::string (*waits_for)(int thread)) {
 void give_way() {
     const int self = block.current;
     int next = take_ready();
-    while (next < 0 && asynchronous_progress()) {
+    while (next < 0 && running > 0 && asynchronous_progress()) {
         next = take_ready();
     }
     if (next == self) {

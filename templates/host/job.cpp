@@ -189,13 +189,7 @@ void write_contents(const Contents& all) {
 #if defined(JITCONV_ASAN)
 void report_death() {
     if (__asan_report_present() != 0) {
-        const auto* address = static_cast<const unsigned char*>(__asan_get_report_address());
-        const ptrdiff_t offset = address - block.shared;
-        const ptrdiff_t size = block.shared_bytes;
-        const bool shared = offset >= -NEIGHBOURHOOD && offset < size + NEIGHBOURHOOD;
-        fprintf(stderr, "emulator: the address is %s\n",
-                (shared ? text("shared memory of %td bytes, offset %td", size, offset) : describe_global(address))
-                    .c_str());
+        fprintf(stderr, "emulator: the address is %s\n", describe_address(__asan_get_report_address()).c_str());
     }
     print_position();
 }
@@ -244,18 +238,21 @@ bool is_global(const void* pointer, unsigned bytes) {
     return false;
 }
 
-std::string describe_global(const void* pointer) {
+std::string describe_address(const void* pointer) {
     const auto* address = static_cast<const unsigned char*>(pointer);
     std::string result = "in no buffer";
     ptrdiff_t nearest = NEIGHBOURHOOD;
-    for (size_t i = 0; i < global_buffers->size(); ++i) {
-        const Buffer& buffer = (*global_buffers)[i];
-        const ptrdiff_t offset = address - buffer.data;
-        const ptrdiff_t beyond = offset < 0 ? -offset : offset - static_cast<ptrdiff_t>(buffer.bytes);
+    const auto consider = [&](const std::string& name, const unsigned char* data, size_t bytes) {
+        const ptrdiff_t offset = address - data;
+        const ptrdiff_t beyond = offset < 0 ? -offset : offset - static_cast<ptrdiff_t>(bytes);
         if (beyond < nearest) {
             nearest = beyond;
-            result = text("buffer %zu of %zu bytes, offset %td", i, buffer.bytes, offset);
+            result = text("%s of %zu bytes, offset %td", name.c_str(), bytes, offset);
         }
+    };
+    consider("shared memory", block.shared, block.shared_bytes);
+    for (size_t i = 0; i < global_buffers->size(); ++i) {
+        consider("buffer " + std::to_string(i), (*global_buffers)[i].data, (*global_buffers)[i].bytes);
     }
     return result;
 }

@@ -46,9 +46,7 @@ def load(name: str) -> Kernel:
 
 def write(body: str, *, fields: str = "float* x; float* y; int32_t n;") -> Kernel:
     """A kernel of the given body, with every header; ``a`` is its parameter, a struct of ``fields``."""
-    includes = "".join(
-        f'#include "device/{name}.cuh"\n' for name in ("platform", "numeric", "warp", "async_copy")
-    )
+    includes = "".join(f'#include "device/{name}.cuh"\n' for name in ("platform", "numeric", "warp", "async_copy"))
     source = (
         f"{includes}using namespace jitconv;\nstruct Arguments {{ {fields} }};\n"
         'extern "C" __global__ void written(const Arguments a) {\n'

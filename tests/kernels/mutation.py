@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jitconv.emulate import EmulationError
+from jitconv.emulate import EmulationError, build
 from tests.kernels import Kernel
 
 __all__ = ["SYNCHRONISING", "Mutation", "mutations", "survivors"]
@@ -33,9 +33,7 @@ SYNCHRONISING = (
 )
 
 # A call as a statement: its value, if it has one, is not used.
-_STATEMENT = re.compile(
-    r"(?<![\w:.])(?:jitconv::)?(?:" + "|".join(SYNCHRONISING) + r")(?:<[^;{}]*?>)?\([^;{}]*\);"
-)
+_STATEMENT = re.compile(r"(?<![\w:.])(?:jitconv::)?(?:" + "|".join(SYNCHRONISING) + r")(?:<[^;{}]*?>)?\([^;{}]*\);")
 
 
 class Mutation(NamedTuple):
@@ -57,9 +55,7 @@ def mutations(text: str) -> Iterator[Mutation]:
             yield Mutation(index + 1, match.group(), changed)
 
 
-def survivors(
-    kernel: Kernel, check: Callable[[Kernel], None], *, headers: Collection[str] = ()
-) -> list[str]:
+def survivors(kernel: Kernel, check: Callable[[Kernel], None], *, headers: Collection[str] = ()) -> list[str]:
     """Return the statements, as ``file:line: statement``, whose removal ``check`` does not notice.
 
     Args:
@@ -75,6 +71,7 @@ def survivors(
                 mutant = replace(kernel, source=mutation.text)
             else:
                 mutant = replace(kernel, headers={**kernel.headers, name: mutation.text})
+            build(mutant)  # a mutant that does not compile has not been noticed
             try:
                 check(mutant)
             except (EmulationError, AssertionError):
