@@ -241,3 +241,12 @@ def test_the_callers_current_device_does_not_matter():
             for kernel, x in zip(kernels, inputs, strict=True):
                 assert torch.equal(run(kernel, x), expected(x))
             assert torch.cuda.current_device() == current
+
+
+def test_a_kernel_compiled_before_reports_its_resources_again() -> None:
+    # With a driver present NVRTC would answer from the driver's cache, and its log would be empty.
+    source = SOURCE.replace("float factor", "float factor_")
+    source = source.replace("arguments.factor", "arguments.factor_")
+    first, second = (compile_cubin(source, name="kernel", arch="sm_90a", headers={}) for _ in range(2))
+    assert first.resources == second.resources
+    assert first.cubin == second.cubin

@@ -1,0 +1,36 @@
+"""Small problems of every kernel family, for compute-sanitizer: ``python small_shapes.py COUNT SEED``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from random_calls import Generator, describe, error, exact
+
+from jitconv import launch, program, runtime
+from jitconv.compilation import compiled_kernel
+
+
+def main(count: int, seed: int) -> int:
+    """Run ``count`` random calls and check each; the number of wrong results."""
+    generator = Generator(seed)
+    families: set[str] = set()
+    wrong = 0
+    for _ in range(count):
+        call = generator.call()
+        for step in program.build(call).launches:
+            compiled_kernel(step.kernel, launch.device_info(0).arch)
+            families.add(step.kernel.family)
+        result = runtime.run(call)
+        torch.cuda.synchronize()
+        limit = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[call.x.dtype]
+        reached = error(result, exact(call))
+        if reached > limit:
+            wrong += 1
+            print(f"error {reached:.2e}: {describe(call)}")
+    print(f"{count} problems, families {sorted(families)}, {wrong} wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(int(sys.argv[1]), int(sys.argv[2])) else 0)
