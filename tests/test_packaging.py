@@ -139,6 +139,13 @@ def test_wheel_works_with_no_checkout_in_sight(
     assert_complete(report)
 
 
+def test_wheel_installs_the_command(wheel: Path, empty_environment: Path, tmp_path: Path) -> None:
+    install(empty_environment, wheel, cwd=tmp_path)
+    expected = f"jitconv {wheel.name.split('-')[1]}\n"
+    assert run(empty_environment.parent / "jitconv", "--version", cwd=tmp_path) == expected
+    assert run(empty_environment, "-m", "jitconv", "--version", cwd=tmp_path) == expected
+
+
 def test_editable_install_reads_the_checkout(
     checkout: Path, empty_environment: Path, tmp_path: Path
 ) -> None:
