@@ -116,6 +116,44 @@ def test_integer_intrinsics_match_python_integers() -> None:
         assert torch.equal(results[index], expected[index]), name
 
 
+def test_arithmetic_intrinsics_round_once() -> None:
+    results, (a, b, c) = cases.arithmetic(fast)
+    expected = {
+        "__fadd_rn": a + b,
+        "__fsub_rn": a - b,
+        "__fmul_rn": a * b,
+        "__fdiv_rn": a / b,
+        "__frcp_rn": 1 / a,
+        # Through double, which keeps enough digits: torch's own float root is not always the nearest.
+        "__fsqrt_rn": a.double().sqrt().float(),
+        # A number where the other is NaN.
+        "fminf": torch.fmin(a, b),
+        "fmaxf": torch.fmax(a, b),
+        "min": torch.fmin(a, b),
+        "max": torch.fmax(a, b),
+    }
+    got = dict(zip(cases.ARITHMETIC, results, strict=True))
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    # The product of two floats is exact in double, and so is its difference to its own rounding; as a float it
+    # is, unless it is subnormal.
+    residual = a.double() * b.double() + c.double()
+    exact = torch.isfinite(residual) & ((residual.abs() > 2.0**-100) | (residual == 0))
+    assert int(exact.sum()) > 5000
+    for name in ("__fmaf_rn", "fmaf"):
+        assert torch.equal(got[name].double()[exact], residual[exact]), name
+    positive = torch.isfinite(a) & (a > 0)
+    root = a.double()[positive].rsqrt()
+    torch.testing.assert_close(got["rsqrtf"].double()[positive], root, rtol=2.0**-23, atol=0)
+
+
+def test_atomics_lose_nothing() -> None:
+    results, expected = cases.atomics(every_schedule)
+    assert results == expected
+
+
 @pytest.mark.parametrize("operand", [0, 1, 5, 16, 31, 33])
 def test_shuffles_and_votes_follow_the_definition(operand: int) -> None:
     results, x = cases.warps(execute, operand)
@@ -156,7 +194,9 @@ def test_shuffles_and_votes_follow_the_definition(operand: int) -> None:
         assert torch.equal(got[17], value[[lane ^ 3 for lane in lanes]])
 
 
-EVERYWHERE = ("barriers", "named_barriers", "pipeline", "numeric", "integers", "warps")
+EVERYWHERE = (
+    "barriers", "named_barriers", "pipeline", "numeric", "arithmetic", "integers", "atomics", "warps",
+)  # fmt: skip
 TEXTS = [(name, arch) for name in EVERYWHERE for arch in KNOWN]
 TEXTS += [("bulk", arch) for arch in ("sm_90a", "sm_100a", "sm_120")]
 

@@ -186,6 +186,7 @@ inline void __threadfence_system() {}
 JITCONV_ATOMICS(float)
 JITCONV_INTEGER_ATOMICS(unsigned)
 JITCONV_INTEGER_ATOMICS(unsigned long long)
+JITCONV_INTEGER_ATOMICS(unsigned long)  // uint64_t, which is unsigned long long on the device
 #undef JITCONV_INTEGER_ATOMICS
 #undef JITCONV_ATOMICS
 

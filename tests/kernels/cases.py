@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from jitconv.emulate import Launch
+from jitconv.emulate import Launch, Schedule
 from tests.kernels import Kernel, load
 
 Runner = Callable[[Kernel, Launch, bytes, Mapping[int, torch.Tensor]], None]
 Results = dict[str, torch.Tensor]
 
 CUT_SHORT = 8  # floats missing from the last tile of the pipeline
+
+# One schedule is enough where threads do not meet.
+FORWARD = Schedule("forward", "late")
 
 
 def _unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -136,6 +139,64 @@ def numeric(run: Runner, count: int = 200_000) -> tuple[Results, torch.Tensor, t
     blocks = -(-max(x.numel(), 65536) // 256)
     run(load("numeric"), Launch(blocks, 256), arguments, pointers)
     return out, x, patterns
+
+
+# ---- arithmetic.cu ----------------------------------------------------------------------------
+
+ARITHMETIC = (
+    "__fadd_rn", "__fsub_rn", "__fmul_rn", "__fdiv_rn", "__frcp_rn", "__fsqrt_rn", "__fmaf_rn",
+    "fmaf", "fminf", "fmaxf", "min", "max", "rsqrtf",
+)  # fmt: skip
+
+
+def arithmetic(run: Runner, count: int = 20_000) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Results of ``arithmetic.cu`` ([13][count]) and its operands a, b, c.
+
+    c is minus the rounded product of a and b: what fmaf leaves of it is the rounding error.
+    """
+    a, b = (float_sweep(count, seed)[:count] for seed in (1, 2))
+    # Half of the pairs of like magnitude: random patterns hardly ever meet.
+    b[::2] = a[::2] * (1 + _random(len(a[::2]), seed=3))
+    c = -(a * b)
+    results = _unwritten(len(ARITHMETIC), count)
+    arguments = struct.pack("<4Qi4x", 0, 0, 0, 0, count)
+    run(
+        load("arithmetic"),
+        Launch(-(-count // 256), 256),
+        arguments,
+        {0: a, 8: b, 16: c, 24: results},
+    )
+    return results, [a, b, c]
+
+
+# ---- atomics.cu -------------------------------------------------------------------------------
+
+
+def atomics(run: Runner) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Results and expectation of ``atomics.cu``, unsigned numbers as Python prints them."""
+    integers = torch.tensor([0, -1000, 1000, 0, 0, 0], dtype=torch.int32)
+    unsigneds = torch.tensor([0, 0, -1], dtype=torch.int32)
+    wide = torch.tensor([0, 0, -1], dtype=torch.int64)
+    total = torch.zeros(1)
+    pointers = {0: integers, 8: unsigneds, 16: wide, 24: total}
+    run(load("atomics"), Launch(1, 128, 12), bytes(32), pointers)
+    values = [thread * 37 % 101 - 50 for thread in range(128)]
+    bits = [value & 0xFFFFFFFF for value in values]
+    long = [value * 0x10001 for value in bits]
+    squares = sum(value * value for value in values)
+    expected = {
+        "integers": [sum(values), max(values), min(values), squares, 1, sum(range(129))],
+        "unsigneds": [sum(bits) & 0xFFFFFFFF, max(bits), min(bits)],
+        "wide": [sum(long), max(long), min(long)],
+        "sum": [sum(values)],
+    }
+    results = {
+        "integers": integers.tolist(),
+        "unsigneds": [value & 0xFFFFFFFF for value in unsigneds.tolist()],
+        "wide": wide.tolist(),
+        "sum": total.tolist(),
+    }
+    return results, expected
 
 
 # ---- integers.cu ------------------------------------------------------------------------------
