@@ -197,7 +197,7 @@ def bind_chains(call: Call) -> dict[str, E.Bound]:
     mid = (out[0], call.weights[0].shape[0], *out[2:])
     shapes = {"prologue": tuple(x.shape), "between": mid, "epilogue": out}
     return {
-        phase: E.bind(chain, shapes[phase], x.dtype, x.device, phase)
+        phase: E.bind(chain, shapes[phase], x.dtype, x.device, f"{call.function}(): {phase}")
         for phase, chain in call.chains().items()
     }
 
@@ -254,8 +254,10 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[int, ...]]:
     strides = {"x": _strides(call.x)}
-    for (weight, _), tensor in zip(_WEIGHTS[call.operator], call.weights, strict=True):
-        strides[weight] = _strides(tensor)
+    for (weight, bias), w, b in zip(_WEIGHTS[call.operator], call.weights, call.biases, strict=True):
+        strides[weight] = _strides(w)
+        if b is not None:
+            strides[bias] = (b.stride(0),)
     for phase, chain in bound.items():
         for i, (spec, values) in enumerate(zip(chain.specs, chain.operands, strict=True)):
             for (name, operand), value in zip(spec.operands, values, strict=True):
@@ -280,8 +282,8 @@ def _launch(
     layout: Layout = module.layout(kernel)
     reads = {} if index == 0 else {"x": f"workspace{index - 1}", "conv_value": "workspace0"}
     writes = "y" if final else f"workspace{index}"
-    # A kernel without batch has no positions, and its divisors would have nothing to divide.
-    grid = module.grid(kernel, extents) if extents.batch else 0
+    # An output without elements has no positions, and the kernel's divisors would have nothing to divide.
+    grid = module.grid(kernel, extents) if math.prod(shape) else 0
     if grid > MAX_GRID:
         raise ValueError(
             f"input: the output of shape {shape} needs a grid of {grid} blocks: expected at most {MAX_GRID}; "

@@ -176,6 +176,7 @@ def gemm_fields(kernel: KernelPlan, *weights: str) -> list[Field]:
         Field("x_stride", "index", count=5),
         Field("y_stride", "index", count=5),
     ]
+    fields += [Field(f"{name}_stride", "index") for name in weights if name.endswith("bias")]
     fields += chain_fields("prologue", enumerate(kernel.problem.prologue))
     fields += chain_fields("between", enumerate(kernel.problem.between))
     fields += chain_fields("epilogue", indexed(kernel))
@@ -198,6 +199,7 @@ def gemm_values(
         "x_extent": extents.x,
         "x_stride": strides["x"],
         "y_stride": strides["y"],
+        **{f"{name}_stride": strides[name][0] for name in ("depthwise_bias", "bias") if name in strides},
         **chain_values("prologue", enumerate(p.prologue), strides),
         **chain_values("between", enumerate(p.between), strides),
         **chain_values("epilogue", indexed(kernel), strides),
