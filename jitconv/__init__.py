@@ -22,6 +22,7 @@ from jitconv._version import __version__
 # A function that shares its module's name is imported here, not looked up lazily: importing a
 # submodule rebinds that name in the package, and it happens once, so whoever imported the module
 # first would decide whether `jitconv.stats` can be called.
+from jitconv.inspect import inspect
 from jitconv.stats import reset_stats, stats
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "depthwise_separable_conv2d",
     "epilogue",
     "errors",
+    "inspect",
     "reset_stats",
     "stats",
 ]

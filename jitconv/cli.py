@@ -6,12 +6,27 @@ Nothing here computes. torch and rich are imported by the commands that need the
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jitconv._version import __version__
 from jitconv.errors import JitconvError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jitconv.store import EntryInfo, Store
+    from jitconv.warm import Outcome, Report
+
+# Where output is no terminal there is no edge to wrap at, and a table must not be cut off.
+_PIPED_WIDTH = 160
 
 
 class _Group(click.Group):
@@ -28,4 +43,294 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="jitconv", message="%(prog)s %(version)s")
 def main() -> None:
-    """Fused convolution kernels for PyTorch: generate, compile, cache, look inside."""
+    """Fused convolution kernels for PyTorch: generate, compile, cache, look inside.
+
+    Environment: JITCONV_CACHE_DIR (directory of compiled kernels), JITCONV_CACHE_SIZE (its limit, such as 2GiB),
+    JITCONV_CACHE_TRUST=1 (use a directory of another owner), CXX (C++ compiler of the emulator).
+    """
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _archs(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """The names in --arch, checked; empty when it is not given."""
+    from jitconv.architectures import normalize_arch
+
+    names = _split(text or "")
+    if text is not None and not names:
+        raise click.BadParameter("expected architectures, such as sm_90a,sm_80, or all")
+    for name in names:
+        if name == "all":
+            continue
+        try:
+            exact = normalize_arch(name)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+        if exact == f"{name}a":
+            click.echo(f"{name}: compiling for {exact}, which the same GPUs run", err=True)
+    return tuple(names)
+
+
+@main.command()
+@click.argument("manifests", metavar="MANIFEST...", nargs=-1, required=True)
+@click.option(
+    "--arch",
+    "archs",
+    metavar="ARCH[,ARCH...]",
+    callback=_archs,
+    help="Architectures to compile for, such as sm_90a,sm_80, or 'all'. Default: those of the GPUs here.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time. Default: one per core.")
+def warm(manifests: Sequence[str], archs: tuple[str, ...], jobs: int | None) -> None:
+    """Compile the kernels of manifests ahead of time, with or without a GPU.
+
+    MANIFEST is the path of a TOML file, the name of one that comes with jitconv (headline), or one entry of either
+    (headline:w1). What the store has already is not compiled again.
+
+    Exit status: 0 when every kernel is in the store, else 1.
+    """
+    from jitconv.machine import chosen_archs
+    from jitconv.manifest import select
+    from jitconv.warm import jobs_of
+    from jitconv.warm import warm as run
+
+    targets = chosen_archs(archs)
+    planned = jobs_of([entry for text in manifests for entry in select(text)], targets)
+    store = _store()
+    with _progress(len(planned)) as show:
+        report = run(planned, store, workers=jobs, progress=show)
+    _print_report(report, store)
+    if report.errors:
+        for error in report.errors:
+            click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A callback for each finished kernel: a bar on a terminal, else one line each."""
+    console = _console()
+    if not console.is_terminal:
+        done = 0
+
+        def line(outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            click.echo(f"[{done}/{total}] {outcome.job.arch} {outcome.name}: {_state(outcome)}")
+
+        yield line
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda outcome: bar.update(task, advance=1, description=f"{outcome.job.arch} {outcome.name[:48]}")
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.state == "compiled":
+        return f"compiled in {outcome.milliseconds:.0f} ms"
+    return "already warm" if outcome.state == "warm" else "FAILED"
+
+
+def _print_report(report: Report, store: Store) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("entry", "arch", "kernel"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("registers", "spills"):
+        table.add_column(heading, justify="right")
+    table.add_column("state", no_wrap=True)
+    for outcome in report.outcomes:
+        numbers = ("–", "–") if outcome.state == "failed" else (str(outcome.registers), f"{outcome.spills} B")
+        addresses = " ".join(outcome.job.addresses)
+        table.add_row(addresses, outcome.job.arch, outcome.name, *numbers, _state(outcome))
+    _console().print(table)
+    click.echo(
+        f"kernels: {report.count('compiled')} compiled, {report.count('warm')} already warm, "
+        f"{report.count('failed')} failed, in {report.seconds:.1f} s; store {store.directory}"
+    )
+
+
+@main.command()
+@click.argument("address")
+@click.option("--arch", "archs", metavar="ARCH", callback=_archs, help="Default: the current GPU's, else sm_90a.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "source", "ptx", "sass", "json"]),
+    default="text",
+    show_default=True,
+    help="source needs no compiler; sass needs nvdisasm or cuobjdump; json is resources, constants and source.",
+)
+@click.option("--kernel", "index", type=click.IntRange(min=0), help="Only this kernel, counted from 0.")
+def inspect(address: str, archs: tuple[str, ...], form: str, index: int | None) -> None:
+    """Show what is generated for one problem: source, PTX, SASS, resources; warm or not.
+
+    ADDRESS is an entry of a manifest: headline:w1, or shapes.toml:block.
+    """
+    if len(archs) > 1 or "all" in archs:
+        raise click.BadParameter("expected one architecture", param_hint="--arch")
+    from jitconv.inspect import inspect as look
+
+    found = look(address, arch=archs[0] if archs else None)
+    if index is not None:
+        try:
+            found = found.selected(index)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--kernel") from error
+    if form == "json":
+        click.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
+    else:
+        click.echo(found.report() if form == "text" else getattr(found, form))
+
+
+@main.group()
+def cache() -> None:
+    """The store of compiled kernels on this machine."""
+
+
+@cache.command()
+def path() -> None:
+    """Print the directory of the store, whether it exists or not."""
+    import os
+
+    from jitconv.store.location import configured_directory
+
+    click.echo(configured_directory(os.environ))
+
+
+@cache.command()
+def ls() -> None:
+    """List the compiled kernels, newest first."""
+    from rich.table import Table
+
+    from jitconv.report import size
+
+    store = _store()
+    entries = sorted(store.entries(), key=lambda entry: entry.stored, reverse=True)
+    if not entries:
+        click.echo(f"no kernels in {store.directory}; 'jitconv warm headline --arch sm_90a' compiles some")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("key", "stored"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("arch", no_wrap=True)
+    table.add_column("kernel", overflow="fold")
+    for heading in ("registers", "compile", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(*_entry_row(entry), size(entry.size))
+    _console().print(table)
+
+
+def _entry_row(entry: EntryInfo) -> list[str]:
+    # Metadata of an entry that another version wrote may lack any of these.
+    said = entry.metadata
+    stored = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.stored))
+    took = f"{said['compile_ms']:.0f} ms" if isinstance(said.get("compile_ms"), (int, float)) else "?"
+    fields = [str(said.get(name, "?")) for name in ("arch", "name", "registers")]
+    return [entry.key[:12], stored, *fields, took]
+
+
+@cache.command()
+def info() -> None:
+    """Show where the store is, how full, and whether anything was moved aside."""
+    from jitconv.report import size
+
+    store = _store()
+    state = store.info()
+    rows = {
+        "directory": state.path,
+        "kernels": state.entries,
+        "size": f"{size(state.size)} of {size(state.size_limit)} (JITCONV_CACHE_SIZE)",
+        "moved aside": f"{state.quarantined} damaged or hostile files",
+        "emulator": f"{size(_tree_size(state.path / 'emulator'))} of programs built for the CPU",
+    }
+    for name, value in rows.items():
+        click.echo(f"{name:<12} {value}")
+
+
+@cache.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(yes: bool) -> None:
+    """Remove every compiled kernel, and the emulator's programs."""
+    import shutil
+
+    store = _store()
+    if not yes:
+        click.confirm(f"Remove {store.info().entries} kernels from {store.directory}?", abort=True)
+    removed = store.clear()
+    shutil.rmtree(store.directory / "emulator", ignore_errors=True)
+    click.echo(f"removed {removed} kernels from {store.directory}")
+
+
+def _tree_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _store() -> Store:
+    """The configured store, open; StoreUnavailableError says why when it cannot be."""
+    from jitconv.store import Store
+
+    try:
+        return Store.open(strict=True)
+    except ValueError as error:
+        raise JitconvError(str(error)) from error
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+
+
+@main.command()
+def demo() -> None:
+    """The three headline operators from template to result: generate, compile, run, compare with PyTorch.
+
+    With a GPU at full size beside eager PyTorch and torch.compile, without one in the emulator on small inputs.
+    """
+    from jitconv.demo import demo as run
+
+    run(_console())
+
+
+@main.command()
+def doctor() -> None:
+    """What this machine has, what works with it, and what would go wrong.
+
+    Exit status: 1 when generated kernels should work here and cannot. A machine without a GPU is not ill.
+    """
+    from rich.markup import escape
+
+    from jitconv.doctor import examine
+
+    console = _console()
+    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    checks = examine()
+    for check in checks:
+        text = f"[{colours[check.state]}]{check.state:<4}[/]  {check.name:<12}  {escape(check.text)}"
+        console.print(text, soft_wrap=True)
+        if check.remedy:
+            console.print(escape(f"{'':20}→ {check.remedy}"), soft_wrap=True)
+    console.print(_verdict({check.name: check.state for check in checks}))
+    if any(check.state == "fail" for check in checks):
+        sys.exit(1)
+
+
+def _verdict(states: dict[str, str]) -> str:
+    if "fail" in states.values():
+        return "\ngenerated kernels do not work here: see 'fail' above"
+    if states.get("gpu") == "ok":
+        return "\ngenerated kernels work here"
+    works = ["inspecting source"]
+    if states["kernel"] == "ok":
+        works = ["warming for other machines", "inspecting"]
+    if states["c++"] == "ok":
+        works.append("running generated kernels in the emulator")
+    return f"\nno GPU: calls take torch's path; what works here: {', '.join(works)}"

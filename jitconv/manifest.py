@@ -134,9 +134,7 @@ def find(address: str) -> ManifestEntry:
     """The entry at ``NAME:ENTRY`` or ``path.toml:ENTRY``. Raises ManifestError when there is none."""
     source, colon, name = address.rpartition(":")
     if not colon or not source or not name:
-        raise ManifestError(
-            f"address {address!r}: expected MANIFEST:ENTRY, such as headline:w1 or shapes.toml:block"
-        )
+        raise ManifestError(f"address {address!r}: expected MANIFEST:ENTRY, such as headline:w1 or shapes.toml:block")
     entries = load(source).entries
     if name not in entries:
         raise ManifestError(
@@ -240,15 +238,14 @@ class _Reader:
         table, operator = self.entry.table, self.entry.operator
         dtype = self.dtype("dtype", table.get("dtype", "float32"))
         shapes = {name: self.shape(name, table[name]) for name in _tensor_names(operator)}
-        arguments = {name: self.make(name, shape, dtype) for name, shape in shapes.items()}
+        arguments: dict[str, Any] = {name: self.make(name, shape, dtype) for name, shape in shapes.items()}
         source = _tensor_names(operator)[0]
         arguments[source] = self.laid_out(arguments[source], len(shapes[_tensor_names(operator)[1]]))
         for name in _bias_names(operator):
             if self.flag(name, table.get(name, False)):
                 arguments[name] = self.make(name, (self.bias_length(name, shapes),), dtype)
         given = {*_OWN_KEYS, *_CHAINS, *_tensor_names(operator), *_bias_names(operator)}
-        plain = {name: _frozen(value) for name, value in table.items() if name not in given}
-        arguments |= plain
+        arguments |= {name: _frozen(value) for name, value in table.items() if name not in given}
         for phase in _CHAINS:
             if phase in table:
                 arguments[phase] = self.chain(phase, arguments)
@@ -322,7 +319,7 @@ class _Reader:
             self.fail(where, value, 'the name of a step, or a table such as { step = "add", other = "channel" }')
         function = self.step_function(where, table["step"])
         parameters = inspect.signature(function).parameters
-        given = {}
+        given: dict[str, Any] = {}
         for key, argument in table.items():
             if key == "step":
                 continue
