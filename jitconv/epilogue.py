@@ -364,13 +364,15 @@ def layer_norm(
     ``weight`` and ``bias`` are 1-D of that length, indexed by w (not by channel). The variance is computed in
     two passes over centred values.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if len(shape) != 1:
+    shape = _sizes("layer_norm", "normalized_shape", normalized_shape)
+    if not shape:
+        raise RuntimeError("layer_norm: normalized_shape=(): expected one entry, the width of the last axis")
+    if len(shape) > 1:
         raise ValueError(
             f"layer_norm: normalized_shape={shape}: expected one entry, the width of the last axis "
             "(norms over several axes are not generated; apply torch.nn.functional.layer_norm after the call)"
         )
-    width = _index("layer_norm", "normalized_shape", shape[0], at_least=1)
+    width = shape[0]
     operands: list[tuple[str, Operand]] = [("eps", _number("eps", eps))]
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
@@ -399,10 +401,9 @@ _MAX_POOL = StepKind("max_pool", "", _pool_reference("max"), needs="window")
 
 
 def _pool(kind: StepKind, kernel_size: int | Sequence[int], ceil_mode: bool) -> Step:
-    sizes = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
-    if not 1 <= len(sizes) <= 3:
-        raise RuntimeError(f"{kind.name}: kernel_size={sizes}: expected an int or one int per dimension")
-    window = tuple(_index(kind.name, "kernel_size", size, at_least=1) for size in sizes)
+    window = _sizes(kind.name, "kernel_size", kernel_size)
+    if not 1 <= len(window) <= 3:
+        raise RuntimeError(f"{kind.name}: kernel_size={window}: expected an int or one int per dimension")
     return Step(kind, (), (("ceil_mode", bool(ceil_mode)), ("window", window)))
 
 
@@ -502,12 +503,14 @@ def as_chain(steps: Iterable[Step] | Step | None, argument: str) -> tuple[Step, 
         return ()
     if isinstance(steps, Step):
         steps = (steps,)
-    try:
-        chain = tuple(steps)
-    except TypeError:
+    # Callers without a type checker pass names and functions; a string would even iterate.
+    given: Any = steps
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        hint = "; call the function that makes the step" if callable(given) else ""
         raise TypeError(
-            f"{argument}={steps!r}: expected a sequence of steps from jitconv.epilogue, such as [E.relu()]"
-        ) from None
+            f"{argument}={given!r}: expected a sequence of steps from jitconv.epilogue, such as [E.relu()]{hint}"
+        )
+    chain: tuple[Step, ...] = tuple(given)
     for i, step in enumerate(chain):
         if not isinstance(step, Step):
             hint = "; call it: E.relu()" if callable(step) else ""
@@ -614,10 +617,11 @@ def _bind_operand(
         _check_device(where, name, value, device)
         return OperandSpec("scalar", _dtype_name(value.dtype)), value
     _check_device(where, name, value, device)
-    if value.dtype == torch.float64 and dtype != torch.float64:
+    if value.dtype not in (dtype, torch.float32, dtype.to_real()):
+        expected = " or ".join(str(d) for d in dict.fromkeys((dtype, torch.float32, dtype.to_real())))
         raise RuntimeError(
-            f"{where}: {name} has dtype torch.float64: expected {dtype} or torch.float32 (the chain is computed "
-            f"in float32); convert it with .to({dtype})"
+            f"{where}: {name} has dtype {value.dtype}: expected {expected} (only a one-element tensor may have "
+            f"another floating-point dtype); convert it with .to({dtype})"
         )
     if step.needs == "row":
         return OperandSpec("row", _dtype_name(value.dtype)), value
@@ -707,14 +711,20 @@ def _number(name: str, value: Any) -> float:
     raise TypeError(f"{name}={value!r}: expected a number, a tensor or jitconv.epilogue.CONV")
 
 
-def _index(step: str, name: str, value: Any, *, at_least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{step}: {name}={value!r}: expected an int") from None
-    if number < at_least:
-        raise RuntimeError(f"{step}: {name}={number}: expected at least {at_least}")
-    return number
+def _sizes(step: str, name: str, value: Any) -> tuple[int, ...]:
+    """An int or a sequence of ints, each at least 1, as a tuple."""
+    sizes = []
+    for entry in value if isinstance(value, (tuple, list)) else (value,):
+        try:
+            size = operator.index(entry)
+        except TypeError:
+            size = None
+        if size is None or isinstance(entry, bool):
+            raise TypeError(f"{step}: {name}={value!r}: expected an int or a tuple of ints")
+        if size < 1:
+            raise RuntimeError(f"{step}: {name}={value!r}: expected at least 1")
+        sizes.append(size)
+    return tuple(sizes)
 
 
 def _operand_signature(value: Operand) -> Any:

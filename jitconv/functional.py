@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ __all__ = [
     "depthwise_separable_conv2d",
 ]  # fmt: skip
 
-Ints = Union[int, Sequence[int]]
-Steps = Union[Iterable[E.Step], E.Step, None]
+Ints = int | Sequence[int]
+Steps = Iterable[E.Step] | E.Step | None
 
 #: What ``precision=`` accepts besides None: the most error that the caller allows in float32. Generated kernels
 #: compute in fp32 FFMA whatever is allowed, which satisfies both settings.
@@ -330,11 +330,13 @@ def convolution_call(
     **parameters: Any,
 ) -> tuple[Call, bool]:
     """Check the arguments of a (transposed) convolution; the Call, and whether ``input`` lacked a batch axis."""
-    _check_tensors(function, input, {"input": input, "weight": weight, "bias": bias}, optional=("bias",))
+    named = {"input": input, "weight": weight, "bias": bias}
+    _check_tensors(function, named, optional=("bias",), transposed=transposed)
     _check_precision(function, precision)
     x, batched = validation.batched(function, input, rank)
     geometry = validation.geometry(function, x, weight, transposed=transposed, **parameters)
     validation.check_convolution(function, x, weight, bias, geometry, transposed)
+    chain = _chain(function, x, epilogue, "epilogue")
     call = Call(
         function=function,
         operator="conv_transpose" if transposed else "conv",
@@ -344,7 +346,7 @@ def convolution_call(
         geometry=geometry,
         prologue=(),
         between=(),
-        epilogue=E.as_chain(epilogue, "epilogue"),
+        epilogue=chain,
         memory_format=output_format(x, (weight,)),
     )
     return call, not batched
@@ -366,14 +368,16 @@ def separable_call(
     named = {
         "x": x, "dw_weight": dw_weight, "pw_weight": pw_weight, "dw_bias": dw_bias, "pw_bias": pw_bias,
     }  # fmt: skip
-    _check_tensors(function, x, named, optional=("dw_bias", "pw_bias"))
+    _check_tensors(function, named, optional=("dw_bias", "pw_bias"))
     _check_precision(function, precision)
-    batch, batched = validation.batched(function, x, 2)
+    batch, batched = validation.batched(function, x, 2, "x")
     channels = batch.shape[1]
     validation.check_separable(function, batch, dw_weight, pw_weight, dw_bias, pw_bias)
-    geometry = validation.geometry(function, batch, dw_weight, groups=max(channels, 1), **parameters)
-    validation.check_extents(function, batch, geometry, transposed=False)
-    chain = E.as_chain(between, "between")
+    geometry = validation.geometry(
+        function, batch, dw_weight, groups=channels, weight_name="dw_weight", **parameters
+    )
+    validation.check_extents(function, batch, geometry, transposed=False, x_name="x")
+    chain = _chain(function, x, between, "between")
     for i, step in enumerate(chain):
         if step.needs != "element":
             raise ValueError(
@@ -389,23 +393,35 @@ def separable_call(
         geometry=geometry,
         prologue=(),
         between=chain,
-        epilogue=E.as_chain(epilogue, "epilogue"),
+        epilogue=_chain(function, x, epilogue, "epilogue"),
         memory_format=output_format(batch, (dw_weight, pw_weight)),
     )
     return call, not batched
 
 
 def _check_tensors(
-    function: str, x: Tensor, named: dict[str, Tensor | None], optional: Sequence[str]
+    function: str, named: dict[str, Tensor | None], optional: Sequence[str], transposed: bool = False
 ) -> None:
+    """The tensor arguments by name, x first: tensors at all, of one dtype and device, of a dtype that convolves."""
     for name, value in named.items():
         if value is None and name in optional:
             continue
         validation.check_tensor(function, name, value)
-    validation.check_dtype(function, x)
+    x_name, x = next(iter(named.items()))
+    assert x is not None  # not optional, so checked above
+    if transposed:
+        # torch's transposed convolutions look at the dtype of x first, the others at the mixture.
+        validation.check_dtype(function, x, x_name, transposed=True)
     for name, value in named.items():
         if value is not None:
-            validation.check_like(function, x, name, value)
+            validation.check_like(function, x, name, value, x_name)
+    validation.check_dtype(function, x, x_name, transposed=transposed)
+
+
+def _chain(function: str, x: Tensor, steps: Steps, argument: str) -> tuple[E.Step, ...]:
+    chain = E.as_chain(steps, f"{function}(): {argument}")
+    validation.check_fusible(function, x, argument, chain)
+    return chain
 
 
 def _check_precision(function: str, precision: str | None) -> None:
@@ -421,6 +437,11 @@ def torch_path_reason(call: Call) -> str | None:
         return str(call.x.dtype).removeprefix("torch.")
     if call.x.device.type != "cuda":
         return f"{call.x.device.type} tensor"
+    if call.x.shape[1] == 0:
+        return "no channels"
+    if any(tensor.is_neg() for tensor in differentiable(call)):
+        # The sign is a flag of the tensor: what is in memory has the other one.
+        return "lazily negated tensor"
     return None
 
 
@@ -436,7 +457,7 @@ def _apply(call: Call, unbatched: bool) -> Tensor:
             _log.info("%s: served by torch (%s)", call.function, reason)
         count("torch_calls", reason=reason)
     else:
-        tensors = list(_differentiable(call))
+        tensors = list(differentiable(call))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             out = _Fused.apply(call, *tensors)  # type: ignore[no-untyped-call]
         else:
@@ -461,7 +482,7 @@ def run_reference(call: Call) -> Tensor:
     )
 
 
-def _differentiable(call: Call) -> Iterator[Tensor]:
+def differentiable(call: Call) -> Iterator[Tensor]:
     """Every tensor that a gradient may flow to, in a fixed order."""
     yield call.x
     yield from call.weights
@@ -471,8 +492,8 @@ def _differentiable(call: Call) -> Iterator[Tensor]:
             yield from step.tensors()
 
 
-def _replaced(call: Call, tensors: Iterable[Tensor]) -> Call:
-    """``call`` on other tensors, given in the order of :func:`_differentiable`."""
+def replaced(call: Call, tensors: Iterable[Tensor]) -> Call:
+    """``call`` on other tensors, given in the order of :func:`differentiable`."""
     source = iter(tensors)
     x = next(source)
     weights = tuple(next(source) for _ in call.weights)
@@ -486,6 +507,10 @@ def _replaced(call: Call, tensors: Iterable[Tensor]) -> Call:
     )  # fmt: skip
 
 
+#: Stands for a tensor that autograd holds, in the Call of a graph.
+_SAVED = torch.empty(0, device="cpu")
+
+
 class _Fused(torch.autograd.Function):
     """A generated kernel forward; backward through the torch reference, recomputed from the arguments."""
 
@@ -493,18 +518,19 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
         from jitconv import runtime
 
-        ctx.call = call
-        # Saving the arguments is what lets autograd notice one that is changed in place before backward.
+        # Autograd alone holds the arguments: it notices one that is changed in place before backward, frees them
+        # after backward, and lets hooks move them elsewhere meanwhile.
         ctx.save_for_backward(*tensors)
+        ctx.call = replaced(call, (_SAVED for _ in tensors))
         return runtime.run(call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
-            out = run_reference(_replaced(ctx.call, leaves))
-            wanted = [leaf for leaf, need in zip(leaves, needed) if need]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed, strict=True)]
+            out = run_reference(replaced(ctx.call, leaves))
+            wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
         return None, *(next(found) if need else None for need in needed)

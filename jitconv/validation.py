@@ -10,16 +10,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jitconv.problem import PADDING_MODES
 
-Padding = Union[str, int, Sequence[Union[int, Sequence[int]]]]
+Padding = str | int | Sequence[int | Sequence[int]]
 
 _NAMES = ("depth", "height", "width")
+
+_FLOATING = frozenset(
+    (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.complex32, torch.complex64, torch.complex128,
+    )
+)  # fmt: skip
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+
+_INT64 = 2**63
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Geometry:
 
     @property
     def rank(self) -> int:
+        """Number of spatial dimensions, 1 to 3."""
         return len(self.kernel_size)
 
 
@@ -50,39 +61,55 @@ def check_tensor(function: str, name: str, value: Any) -> None:
         raise RuntimeError(
             f"{function}(): {name} has layout {value.layout}: expected torch.strided; use {name}.to_dense()"
         )
+    if value.is_nested:
+        raise NotImplementedError(
+            f"{function}(): {name} is a nested tensor: expected one of one shape; use {name}.to_padded_tensor()"
+        )
 
 
-def check_like(function: str, x: Tensor, name: str, value: Tensor) -> None:
+def check_like(function: str, x: Tensor, name: str, value: Tensor, x_name: str = "input") -> None:
     """RuntimeError unless ``value`` has the dtype and device of x, as torch's convolutions demand."""
     if value.dtype != x.dtype:
         raise RuntimeError(
-            f"{function}(): {name} has dtype {value.dtype} and input has {x.dtype}: expected the same dtype; "
+            f"{function}(): {name} has dtype {value.dtype} and {x_name} has {x.dtype}: expected the same dtype; "
             f"convert one with .to({x.dtype})"
         )
     if value.device != x.device:
         raise RuntimeError(
-            f"{function}(): {name} is on {value.device} and input on {x.device}: expected the same device; "
+            f"{function}(): {name} is on {value.device} and {x_name} on {x.device}: expected the same device; "
             f"move one with .to('{x.device}')"
         )
 
 
-def check_dtype(function: str, x: Tensor) -> None:
-    """torch convolves floating-point and complex tensors (and integers on CPU only, which fuse with nothing)."""
-    if not (x.is_floating_point() or x.is_complex()):
+def check_dtype(function: str, x: Tensor, name: str = "input", *, transposed: bool) -> None:
+    """NotImplementedError unless torch convolves the dtype of x: floating point, complex, on CPU some integers."""
+    if x.dtype in _FLOATING:
+        return
+    if x.dtype in _INTEGERS and not transposed and x.device.type != "cuda":
+        return
+    raise NotImplementedError(
+        f"{function}(): {name} has dtype {x.dtype}: expected float32, float16, bfloat16, float64 or a complex "
+        "dtype; convert it with .to(torch.float32)"
+    )
+
+
+def check_fusible(function: str, x: Tensor, argument: str, chain: Sequence[object]) -> None:
+    """NotImplementedError for a chain on integers: it is computed in floating point, which they cannot hold."""
+    if chain and x.dtype not in _FLOATING:
         raise NotImplementedError(
-            f"{function}(): input has dtype {x.dtype}: expected float32, float16, bfloat16, float64 or a complex "
-            "dtype; convert it with .to(torch.float32)"
+            f"{function}(): {argument}={list(chain)} on an input of dtype {x.dtype}: expected a floating-point "
+            "dtype; convert the tensors with .to(torch.float32)"
         )
 
 
-def batched(function: str, x: Tensor, rank: int) -> tuple[Tensor, bool]:
+def batched(function: str, x: Tensor, rank: int, name: str = "input") -> tuple[Tensor, bool]:
     """x with a batch axis, and whether it had one. RuntimeError for any other rank."""
     if x.dim() == rank + 2:
         return x, True
     if x.dim() == rank + 1:
         return x.unsqueeze(0), False
     raise RuntimeError(
-        f"{function}(): input has shape {tuple(x.shape)}: expected {rank + 1}D (unbatched) or {rank + 2}D "
+        f"{function}(): {name} has shape {tuple(x.shape)}: expected {rank + 1}D (unbatched) or {rank + 2}D "
         f"(batched) input, [N, C, {', '.join(('D', 'H', 'W')[3 - rank :])}]"
     )
 
@@ -101,12 +128,19 @@ def tuple_of_ints(function: str, name: str, value: Any, rank: int) -> tuple[int,
 
 
 def _index(function: str, name: str, value: Any, whole: Any) -> int:
+    """``value``, which is ``whole`` or an entry of it, as an int; bools and what int64 cannot hold are refused."""
+    expected = "an int" if name == "groups" else "an int or a tuple of ints"
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{function}(): {name}={whole!r} (type {type(value).__name__}): expected an int or a tuple of ints"
-        ) from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{function}(): {name}={whole!r} (type {type(value).__name__}): expected {expected}")
+    if not -_INT64 <= number < _INT64:
+        # torch raises ValueError for an int and TypeError for an entry of a tuple.
+        error = ValueError if value is whole else TypeError
+        raise error(f"{function}(): {name}={whole!r}: expected {expected} of at most 64 bits")
+    return number
 
 
 def _at_least(function: str, name: str, values: Sequence[int], least: int) -> None:
@@ -127,6 +161,7 @@ def geometry(
     padding_mode: str = "zeros",
     output_padding: Any = 0,
     transposed: bool = False,
+    weight_name: str = "weight",
 ) -> Geometry:
     """Check stride … groups against batched x ``[N, C, *]`` and weight, and normalise them.
 
@@ -137,7 +172,7 @@ def geometry(
     if weight.dim() != rank + 2:
         order = "in_channels, out_channels/groups" if transposed else "out_channels, in_channels/groups"
         raise RuntimeError(
-            f"{function}(): weight has shape {tuple(weight.shape)}: expected {rank + 2} dimensions, "
+            f"{function}(): {weight_name} has shape {tuple(weight.shape)}: expected {rank + 2} dimensions, "
             f"[{order}, *kernel_size]"
         )
     kernel = tuple(weight.shape[2:])
@@ -152,7 +187,7 @@ def geometry(
         raise RuntimeError(f"{function}(): groups={count}: expected a positive int")
     if any(k < 1 for k in kernel):
         raise RuntimeError(
-            f"{function}(): weight has shape {tuple(weight.shape)}: expected a kernel of at least one element "
+            f"{function}(): {weight_name} has shape {tuple(weight.shape)}: expected a kernel of at least one element "
             "per dimension"
         )
     if padding_mode not in PADDING_MODES:
@@ -185,7 +220,7 @@ def _padding(
                 f"{function}(): padding='same' with stride={stride}: not defined for strided convolutions; "
                 "give the padding as numbers"
             )
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
     values = tuple(padding) if isinstance(padding, (tuple, list, torch.Size)) else (padding,)
     if not transposed and any(isinstance(v, (tuple, list)) for v in values):
@@ -204,7 +239,8 @@ def _pairs(function: str, padding: Any, values: tuple[Any, ...], rank: int) -> t
     if len(values) == 1:
         values = values * rank
     if len(values) != rank or any(isinstance(v, (tuple, list)) and len(v) != 2 for v in values):
-        raise RuntimeError(
+        # TypeError, as torch raises for any nested sequence.
+        raise TypeError(
             f"{function}(): padding={padding!r}: expected {rank} entries, each an int or a (before, after) pair"
         )
     pairs = [tuple(v) if isinstance(v, (tuple, list)) else (v, v) for v in values]
@@ -246,21 +282,21 @@ def _divides(function: str, name: str, value: int, groups: int) -> None:
 
 
 def check_bias(function: str, name: str, bias: Tensor | None, channels: int) -> None:
+    """RuntimeError unless ``bias`` is None or has one value per output channel."""
     if bias is not None and tuple(bias.shape) != (channels,):
         raise RuntimeError(
             f"{function}(): {name} has shape {tuple(bias.shape)}: expected ({channels},), one value per output channel"
         )
 
 
-def check_extents(function: str, x: Tensor, g: Geometry, transposed: bool) -> None:
+def check_extents(function: str, x: Tensor, g: Geometry, transposed: bool, x_name: str = "input") -> None:
     """Spatial extents against kernel, padding mode and output_padding."""
     for i, extent in enumerate(x.shape[2:]):
         name = _NAMES[3 - g.rank + i]
         before, after = g.padding[i]
-        if extent == 0:
+        if extent == 0 and (g.padding_mode != "zeros" or x.shape[0] * x.shape[1] > 0):
             raise RuntimeError(
-                f"{function}(): input has shape {tuple(x.shape)}: expected a {name} of at least 1 "
-                "(only the batch may be empty)"
+                f"{function}(): {x_name} has shape {tuple(x.shape)}: expected a {name} of at least 1"
             )
         if transposed:
             _check_transposed_extent(function, g, i, extent, name)
@@ -268,7 +304,7 @@ def check_extents(function: str, x: Tensor, g: Geometry, transposed: bool) -> No
         need = g.dilation[i] * (g.kernel_size[i] - 1) + 1
         if extent + before + after < need:
             raise RuntimeError(
-                f"{function}(): input {name} {extent} padded by {(before, after)} is {extent + before + after}: "
+                f"{function}(): {x_name} {name} {extent} padded by {(before, after)} is {extent + before + after}: "
                 f"expected at least {need} = dilation*(kernel-1)+1 for kernel {g.kernel_size[i]}, "
                 f"dilation {g.dilation[i]}"
             )
@@ -276,7 +312,7 @@ def check_extents(function: str, x: Tensor, g: Geometry, transposed: bool) -> No
         if limit is not None and max(before, after) > limit:
             raise RuntimeError(
                 f"{function}(): padding {(before, after)} of the {name} with padding_mode={g.padding_mode!r}: "
-                f"expected at most {limit} for an input {name} of {extent}"
+                f"expected at most {limit} for an {x_name} {name} of {extent}"
             )
 
 
@@ -289,10 +325,10 @@ def _check_transposed_extent(function: str, g: Geometry, i: int, extent: int, na
     before, after = g.padding[i]
     out = (extent - 1) * g.stride[i] - before - after
     out += g.dilation[i] * (g.kernel_size[i] - 1) + g.output_padding[i] + 1
-    if out < 1:
+    if out < 0:
         raise RuntimeError(
             f"{function}(): the output {name} would be {out} for input {name} {extent}, kernel "
-            f"{g.kernel_size[i]}, stride {g.stride[i]}, padding {g.padding[i]}: expected at least 1; use less padding"
+            f"{g.kernel_size[i]}, stride {g.stride[i]}, padding {g.padding[i]}: expected at least 0; use less padding"
         )
 
 
