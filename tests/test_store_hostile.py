@@ -19,6 +19,7 @@ from jitconv.store.vetting import _SETTINGS_TYPES
 
 GOOD = Entry(b"cubin" * 1000, "// good\n", {"good": True})
 SECRET = b"not for the cache"
+UNDECODABLE = "CAST(x'626164ff' AS TEXT)"  # SQL for text that is not UTF-8
 DISKCACHE_NAME = "ab/cd/" + "0" * 28 + ".val"
 
 _touched: list[tuple[str, str]] = []
@@ -97,10 +98,9 @@ def change(directory: Path, *statements: str | tuple) -> None:
 def insert(directory: Path, **columns: object) -> None:
     """A row as an attacker would write it; what is not said is as in our own rows."""
     row = {"key": "bad", "raw": 1, "access_time": 0.0, "store_time": 0.0, "mode": 1} | columns
-    marks = ", ".join("?" * len(row))
-    change(
-        directory, (f"INSERT INTO Cache ({', '.join(row)}) VALUES ({marks})", tuple(row.values()))
-    )
+    marks = ", ".join(UNDECODABLE if v == UNDECODABLE else "?" for v in row.values())
+    values = [value for value in row.values() if value != UNDECODABLE]
+    change(directory, (f"INSERT INTO Cache ({', '.join(row)}) VALUES ({marks})", values))
 
 
 def use_everything(directory: Path, key: str = "bad") -> None:
@@ -132,7 +132,10 @@ def hostile_rows(tmp_path: Path) -> dict[str, dict[str, object]]:
         "text key that is not raw": {"raw": 0, "value": b"x"},
         "bytes key": {"key": b"bad", "value": b"x"},
         "number for a key": {"key": 7, "value": b"x"},
-        "key that is not UTF-8": {"key": "<undecodable>", "value": b"x"},
+        "key that is not UTF-8": {"key": UNDECODABLE, "value": b"x"},
+        "value that is not UTF-8": {"value": UNDECODABLE},
+        "tag that is not UTF-8": {"value": b"x", "tag": UNDECODABLE},
+        "file name that is not UTF-8": {"mode": 2, "filename": UNDECODABLE},
         "key with NUL": {"key": "bad\0worse", "value": b"x"},
         "key with a space": {"key": "bad key", "value": b"x"},
         "endless key": {"key": "k" * 100_000, "value": b"x"},
@@ -173,8 +176,6 @@ def test_a_hostile_row_is_a_miss_and_touches_nothing(case, directory, tmp_path, 
     stray.write_bytes(pickle.dumps(Explosive(marker)))
     row = hostile_rows(tmp_path)[case]
     insert(directory, **row)
-    if row.get("key") == "<undecodable>":
-        change(directory, "UPDATE Cache SET key = CAST(x'626164ff' AS TEXT) WHERE key != 'good'")
     with Store(directory) as store:
         assert store.get("good") == GOOD
     use_everything(directory)
@@ -289,6 +290,7 @@ def test_a_known_setting_with_another_value_is_overruled(directory):
     database = Database(directory, 1.0, float("inf"))
     for name, value in SETTINGS.items():
         assert getattr(database, name) == value
+        assert database.reset(name, "other") == value
     assert database._con.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
     assert database._con.execute("PRAGMA mmap_size").fetchall() in ([(0,)], [])
     database.close()
@@ -306,9 +308,7 @@ def test_a_setting_poisoned_while_the_database_is_open_changes_nothing(directory
         assert store.put("k", GOOD)
 
 
-def test_a_setting_poisoned_between_the_check_and_the_opening_stops_the_opening(
-    directory, monkeypatch
-):
+def test_a_setting_poisoned_between_the_check_and_the_opening_stops_the_opening(directory, monkeypatch):
     from jitconv.store import vetting
 
     change(directory, "INSERT INTO Settings VALUES ('get', 'x')")
@@ -335,8 +335,7 @@ def test_a_setting_poisoned_between_the_check_and_the_opening_stops_the_opening(
         ["CREATE TRIGGER Extra AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"],
         [
             "DROP TRIGGER Settings_count_insert",
-            "CREATE TRIGGER Settings_count_insert AFTER INSERT ON Cache FOR EACH ROW BEGIN"
-            " DELETE FROM Cache; END",
+            "CREATE TRIGGER Settings_count_insert AFTER INSERT ON Cache FOR EACH ROW BEGIN DELETE FROM Cache; END",
         ],
         ["CREATE INDEX Extra ON Cache (tag)"],
         ["DROP INDEX Cache_key_raw", "CREATE INDEX Cache_key_raw ON Cache (key, raw)"],
