@@ -16,7 +16,10 @@ __all__ = ["baked", "inspection_report", "resources_line", "size", "step_text"]
 
 
 def baked(kernel: KernelPlan) -> list[tuple[str, str]]:
-    """The constants of a kernel, as (name, value) for people. The template's own list is longer."""
+    """The constants of a kernel, as (name, value) for people: C input channels, K output channels, and so on.
+
+    The list that the template gets is longer.
+    """
     tile = kernel.tile
     common = [("dtype", _dtypes(kernel)), ("offsets", f"{kernel.problem.index_bits}-bit")]
     steps = [("epilogue", " → ".join(map(step_text, kernel.steps)) or "none")]
@@ -29,7 +32,7 @@ def baked(kernel: KernelPlan) -> list[tuple[str, str]]:
 
 def _convolution(kernel: KernelPlan) -> list[tuple[str, str]]:
     p = kernel.problem
-    found = [("C", str(p.in_channels)), ("out channels", str(p.out_channels)), ("K", _by(p.kernel_size))]
+    found = [("C", str(p.in_channels)), ("K", str(p.out_channels)), ("filter", _by(p.kernel_size))]
     if p.operator == "depthwise_separable":
         found.insert(1, ("depthwise channels", str(p.mid_channels)))
     found += [("stride", _by(p.stride)), ("padding", _padding(p.padding, p.padding_mode))]
