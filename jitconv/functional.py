@@ -431,12 +431,16 @@ def _check_precision(function: str, precision: str | None) -> None:
 
 def torch_path_reason(call: Call) -> str | None:
     """Why PyTorch's own operators serve this call, or None where a generated kernel does."""
-    if call.x.device.type == "cpu":
+    device = call.x.device.type
+    if device == "cpu":
         return "cpu tensor"
+    return kernel_obstacle(call) or (None if device == "cuda" else f"{device} tensor")
+
+
+def kernel_obstacle(call: Call) -> str | None:
+    """What in the arguments, on whatever device, a generated kernel cannot read; None where there is nothing."""
     if call.x.dtype not in _DTYPES:
         return str(call.x.dtype).removeprefix("torch.")
-    if call.x.device.type != "cuda":
-        return f"{call.x.device.type} tensor"
     if call.x.shape[1] == 0:
         return "no channels"
     if any(tensor.is_neg() for tensor in differentiable(call)):
