@@ -96,8 +96,7 @@ def count(event: str, n: int = 1, *, reason: str | None = None) -> None:
         raise ValueError(f"event={event!r} is not counted; expected one of {', '.join(_EVENTS)}")
     if (reason is not None) != (event == "torch_calls"):
         raise ValueError(
-            f"reason={reason!r} with event={event!r}: 'torch_calls' needs a reason, "
-            "no other event takes one"
+            f"reason={reason!r} with event={event!r}: 'torch_calls' needs a reason, no other event takes one"
         )
     with _lock:
         _counts[event] += n

@@ -24,10 +24,7 @@ def test_threads_lose_no_increment():
     previous = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [
-            threading.Thread(target=lambda: [count("launches") for _ in range(5000)])
-            for _ in range(8)
-        ]
+        threads = [threading.Thread(target=lambda: [count("launches") for _ in range(5000)]) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -80,18 +80,13 @@ def rows(directory: Path, statement: str, *arguments: object) -> list[tuple]:
     source=st.text(st.characters(exclude_categories=["Cs"]), max_size=300),
     metadata=st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-        st.integers()
-        | st.booleans()
-        | st.none()
-        | st.floats(allow_nan=False, allow_infinity=False),
+        st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
         max_size=4,
     ),
 )
 @settings(max_examples=60, deadline=None)
 def test_an_entry_survives_encoding(key, cubin, source, metadata):
-    assert decode(key, encode(key, Entry(cubin, source, metadata))) == Entry(
-        cubin, source, metadata
-    )
+    assert decode(key, encode(key, Entry(cubin, source, metadata))) == Entry(cubin, source, metadata)
 
 
 def test_any_flipped_bit_is_noticed():
@@ -457,12 +452,9 @@ def test_an_old_platformdirs_without_a_home_makes_no_directory_called_tilde(monk
 
 def test_importing_the_store_opens_and_loads_nothing_heavy():
     script = (
-        "import sys, jitconv.store; "
-        "print([m for m in ('diskcache', 'torch', 'cuda.bindings') if m in sys.modules])"
+        "import sys, jitconv.store; print([m for m in ('diskcache', 'torch', 'cuda.bindings') if m in sys.modules])"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 
 
@@ -572,9 +564,7 @@ def test_different_keys_build_at_the_same_time(store):
         both.wait()
         return kernel()
 
-    threads = [
-        threading.Thread(target=fetch_or_build, args=(key, build, store)) for key in ("a", "b")
-    ]
+    threads = [threading.Thread(target=fetch_or_build, args=(key, build, store)) for key in ("a", "b")]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,6 +6,7 @@ those tests drop to another uid in a forked child instead of being skipped.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ import pytest
 import jitconv
 from jitconv.errors import StoreWarning
 from jitconv.stats import reset_stats, stats
-from jitconv.store import Entry, Store, StoreUnavailableError, default_store, fetch_or_build
+from jitconv.store import Entry, Store, StoreUnavailableError, claims, default_store, fetch_or_build
 from jitconv.store import database as database_module  # noqa: F401  (loaded before any uid change)
 from jitconv.store import store as store_module
 
@@ -559,6 +560,25 @@ def test_a_claim_excludes_other_holders_of_the_same_key_only(tmp_path):
         store.claim("b", timeout=0) as other,
     ):
         assert (first, second, other) == (True, False, True)
+
+
+def test_a_lock_on_a_claim_file_that_was_removed_does_not_count(tmp_path, monkeypatch):
+    path = tmp_path / "k.lock"
+    lock = fcntl.flock
+    others = []
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        # Between opening and locking, the holder leaves and somebody else comes.
+        if not others:
+            path.unlink()
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            lock(others[0], fcntl.LOCK_EX)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with claims.claim(path, 0.05) as held:
+        assert not held
+    os.close(others[0])
 
 
 def test_claim_files_of_killed_processes_are_tidied_up(tmp_path):

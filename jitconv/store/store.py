@@ -16,15 +16,13 @@ import sqlite3
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jitconv.errors import StoreWarning
 from jitconv.stats import count
-from jitconv.store import vetting
+from jitconv.store import fork, vetting
 from jitconv.store.claims import claim, remove_stale
 from jitconv.store.entry import (
     CorruptEntryError,
@@ -43,11 +41,12 @@ from jitconv.store.location import (
     prepare_directory,
     private_subdirectory,
 )
+from jitconv.store.records import EntryInfo, Finding, StoreInfo
 
 if TYPE_CHECKING:
     from jitconv.store.database import Database, Row
 
-__all__ = ["EntryInfo", "Finding", "Store", "StoreInfo"]
+__all__ = ["Store"]
 
 T = TypeVar("T")
 
@@ -63,65 +62,10 @@ CLAIM_TIMEOUT_S = 60.0
 # Reads are noted at most this often per entry; the eviction order needs no more.
 TOUCH_INTERVAL_S = 60.0
 
+_abandoned: list[object] = []
+
 _LOCKS = "locks"
 _OPENING = "opening.lock"
-
-
-@dataclass(frozen=True)
-class EntryInfo:
-    """One stored kernel without its payload.
-
-    Attributes:
-        key: the key it is stored under.
-        size: bytes of the payload.
-        stored, read: when it was stored and last read, seconds since the epoch; ``read`` is
-            accurate to about a minute.
-        metadata: what its writer said about it.
-    """
-
-    key: str
-    size: int
-    stored: float
-    read: float
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StoreInfo:
-    """State of a store.
-
-    Attributes:
-        path: its directory.
-        available: False when it cannot be used; ``reason`` then says why.
-        reason: None, or why it cannot be used.
-        entries, size: number of kernels and bytes of their payloads.
-        size_limit: bytes above which the least recently used kernels are removed.
-        hits, misses: look-ups of this process.
-        loaded: kernels that this process uses and will not evict.
-        quarantined: files moved aside because they were damaged or hostile.
-    """
-
-    path: Path
-    available: bool
-    reason: str | None
-    entries: int
-    size: int
-    size_limit: int
-    hits: int
-    misses: int
-    loaded: int
-    quarantined: int
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that ``Store.verify`` found. ``key`` is None when it concerns no single entry."""
-
-    key: str | None
-    what: str
-
-    def __str__(self) -> str:
-        return self.what if self.key is None else f"{self.key}: {self.what}"
 
 
 class Store:
@@ -161,7 +105,7 @@ class Store:
         self._loaded: set[str] = set()
         self._hits = 0
         self._misses = 0
-        _stores.add(self)
+        fork.register(self)
 
     @classmethod
     def open(
@@ -314,6 +258,26 @@ class Store:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # --- fork ---
+
+    def stop_for_fork(self) -> bool:
+        """Close the connection and keep every thread out; False if one stays in too long."""
+        stopped = self._lock.acquire(timeout=CALL_DEADLINE_S)
+        if stopped:
+            self._close_database()
+        return stopped
+
+    def go_on_after_fork(self) -> None:
+        """Let the threads in again that ``stop_for_fork`` kept out."""
+        self._lock.release()
+
+    def start_over_in_child(self) -> None:
+        """Forget a connection that was in use by a thread which does not exist in this child."""
+        # Kept, unused: closing it would act on locks that are still the parent's.
+        _abandoned.append(self._database)
+        self._database = None
+        self._lock = threading.Lock()
 
     # --- one operation ---
 
@@ -529,46 +493,3 @@ def _parsed(metadata: str | None) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-# --- fork: an SQLite connection must not be used, or closed, on both sides of one ---
-
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-_held_for_fork: dict[int, list[Store]] = {}
-_abandoned: list[object] = []
-
-
-def _before_fork() -> None:
-    """Close every connection while no thread is in the middle of using it."""
-    held = _held_for_fork[threading.get_ident()] = []
-    for store in list(_stores):
-        if store._lock.acquire(timeout=CALL_DEADLINE_S):
-            store._close_database()
-            held.append(store)
-
-
-def _after_fork_in_parent() -> None:
-    for store in _held_for_fork.pop(threading.get_ident(), []):
-        store._lock.release()
-
-
-def _after_fork_in_child() -> None:
-    held = _held_for_fork.pop(threading.get_ident(), [])
-    _held_for_fork.clear()
-    for store in list(_stores):
-        if store in held:
-            store._lock.release()
-        else:
-            # A thread that does not exist here holds the lock, perhaps inside SQLite. Its
-            # connection is kept, unused, because closing it would act on the parent's locks.
-            _abandoned.append(store._database)
-            store._database = None
-            store._lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )
