@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ TensorMaker = Callable[[str, "tuple[int, ...]", "torch.dtype"], "Tensor"]
 
 _OWN_KEYS = ("operator", "dtype", "memory_format")
 _CHAINS = ("between", "epilogue")
+# Byte counts of a tensor must fit 63 bits, whatever its dtype.
+_MAX_ELEMENTS = 2**60
 _KINDS = ("scalar", "channel", "tensor", "conv")
 
 
@@ -266,6 +269,8 @@ class _Reader:
     def shape(self, key: str, value: Any) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(type(extent) is int and extent >= 0 for extent in value):
             self.fail(key, value, "a shape: a list of whole numbers, 0 or more")
+        if math.prod(extent or 1 for extent in value) > _MAX_ELEMENTS:
+            self.fail(key, value, f"a shape of at most {_MAX_ELEMENTS} elements")
         return tuple(value)
 
     def flag(self, key: str, value: Any) -> bool:
