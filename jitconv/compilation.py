@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from jitconv import toolchain
 from jitconv.architectures import normalize_arch
-from jitconv.families import KernelPlan
+from jitconv.families import KernelPlan, family
 from jitconv.render import kernel_key, render
 from jitconv.store import Entry, Store, default_store, fetch_or_build
 
@@ -58,7 +58,7 @@ def compile_kernel(kernel: KernelPlan, arch: str) -> Entry:
         "spill_loads": resources.spill_loads,
         "stack_bytes": resources.stack_bytes,
         "shared_bytes": resources.static_shared + rendered.constants.get("shared_bytes", 0),
-        "threads": kernel.tile.threads,
+        "threads": family(kernel).threads(kernel),
         "compile_ms": round(compiled.milliseconds, 1),
         "created": time.time(),
     }

@@ -24,6 +24,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 PADDING_MODES = ("zeros", "replicate", "reflect", "circular")
 
+#: Precisions of float32: the most error allowed (16-bit types are computed in fp32 always).
+PRECISIONS = ("ieee", "tf32")
+
 MEMORY_FORMATS = ("channels_first", "channels_last")
 
 #: Constants of the generated source: a change of any of them is another kernel.
@@ -42,6 +45,7 @@ BAKED = (
     "dtype",
     "memory_format",
     "x_memory_format",
+    "x_vector",
     "precision",
     "index_bits",
     "bias",
@@ -139,7 +143,8 @@ class Problem:
     depthwise-separable pair, depthwise ``[mid_channels, 1, *kernel_size]`` with ``groups == in_channels``
     and pointwise ``[out_channels, mid_channels, 1…]``. ``padding`` holds (before, after) per dimension.
     ``memory_format`` is the layout of the output; ``x_memory_format`` says which axis of x is dense in memory and
-    decides only the order in which x is read (its strides are run-time values). ``index_bits`` is the width of
+    decides only the order in which x is read (its strides are run-time values). ``x_vector``: every 16 bytes of a position's
+    channels can be read at once. ``index_bits`` is the width of
     element offsets. The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """
 
@@ -157,6 +162,7 @@ class Problem:
     dtype: str = "float32"
     memory_format: str = "channels_first"
     x_memory_format: str = "channels_first"
+    x_vector: bool = False
     precision: str = "ieee"
     index_bits: int = 32
     bias: bool = False
@@ -181,6 +187,7 @@ class Problem:
             self.memory_format,
             f"one of {MEMORY_FORMATS}",
         )
+        _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
         _require(self.index_bits in (32, 64), "index_bits", self.index_bits, "32 or 64")
         for name in ("in_channels", "out_channels", "groups"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")

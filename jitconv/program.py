@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from jitconv import epilogue as E
-from jitconv.families import Extents, KernelPlan, common, family
+from jitconv.architectures import normalize_arch
+from jitconv.families import Extents, KernelPlan, common, family, pack_weights
 from jitconv.layout import Layout
 from jitconv.planning import Plan, plan
 from jitconv.problem import Problem, index_bits
@@ -29,6 +30,9 @@ _WEIGHTS = {
 }
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+#: What the emulator stands for: its vocabulary is that of this architecture (templates/host/platform.h).
+EMULATED_ARCH = "sm_90a"
 
 #: Largest grid of a launch (CUDA programming guide, technical specifications: maximum x-dimension of a grid).
 MAX_GRID = 2**31 - 1
@@ -48,6 +52,7 @@ class Call:
     between: tuple[E.Step, ...]
     epilogue: tuple[E.Step, ...]
     memory_format: torch.memory_format
+    precision: str = "ieee"
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor argument by the name of the kernel argument that points to it."""
@@ -91,8 +96,10 @@ class Call:
             self.operator,
             self.geometry,
             self.memory_format,
+            self.precision,
             self.x.dtype,
             self.x.device,
+            _aligned(self.x),
             *(None if t is None else (t.shape, t.stride()) for t in tensors),
             *(tuple(step.signature() for step in chain) for chain in self.chains().values()),
         )
@@ -150,11 +157,11 @@ def output_format(x: Tensor, weights: Sequence[Tensor]) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def build(call: Call) -> Program:
-    """Check the chains of ``call`` against the shapes they meet, plan it and lay out its launches."""
+def build(call: Call, arch: str = EMULATED_ARCH) -> Program:
+    """Check the chains of ``call`` against the shapes they meet, plan it for ``arch`` and lay out its launches."""
     bound = bind_chains(call)
     problem = _problem(call, bound)
-    chosen = plan(problem)
+    chosen = plan(problem, normalize_arch(arch))
     shapes = [*bound["epilogue"].shapes, bound["epilogue"].shape]
     extents = Extents(
         batch=call.x.shape[0],
@@ -163,13 +170,18 @@ def build(call: Call) -> Program:
     )
     strides = _input_strides(call, bound)
     launches = []
-    for i, kernel in enumerate(chosen.kernels):
-        final = i == len(chosen.kernels) - 1
+    chain = 0
+    for kernel in chosen.kernels:
+        if kernel.family == "pack_weights":
+            launches.append(_pack(kernel, extents, strides))
+            continue
+        final = kernel is chosen.kernels[-1]
         shape = shapes[kernel.last]
         memory_format = call.memory_format if final else torch.contiguous_format
         strides["y"] = _strides(_meta(shape, memory_format))
-        launches.append(_launch(i, final, kernel, extents, strides, shape, memory_format))
+        launches.append(_launch(chain, final, kernel, extents, strides, shape, memory_format))
         strides["x"] = strides["y"]
+        chain += 1
     return Program(chosen, tuple(launches), shapes[-1])
 
 
@@ -222,6 +234,8 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         dtype=str(x.dtype).removeprefix("torch."),
         memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
         x_memory_format="channels_last" if channels_last else "channels_first",
+        x_vector=channels_last and _vectors_of_channels(x, g.groups),
+        precision=call.precision if x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
             *(math.prod(shape) for shape in values),
@@ -233,6 +247,16 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         between=bound["between"].specs,
         epilogue=bound["epilogue"].specs,
     )
+
+
+def _vectors_of_channels(x: Tensor, groups: int) -> bool:
+    """Whether 16 bytes of channels lie at a multiple of 16 bytes at every position, and none straddles two groups."""
+    steps = (x.stride(0), *x.stride()[2:], x.shape[1] // groups)
+    return _aligned(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0
 
 
 def _class_grid(call: Call, shape: Sequence[int]) -> list[int]:
@@ -269,6 +293,24 @@ def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[
     return strides
 
 
+def _pack(kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]) -> KernelLaunch:
+    """The launch that lays the weights out for the kernel behind it."""
+    layout = pack_weights.layout(kernel)
+    return KernelLaunch(
+        kernel=kernel,
+        grid=pack_weights.grid(kernel, extents) if extents.batch else 0,
+        block=pack_weights.threads(kernel),
+        shared_bytes=0,
+        arguments=bytes(layout.pack(pack_weights.values(kernel, extents, strides))),
+        pointers=((layout.offsets["weight"], "weight"), (layout.offsets["y"], "packed")),
+        numbers=(),
+        writes="packed",
+        shape=(pack_weights.words(kernel),),
+        dtype=torch.float32,
+        memory_format=torch.contiguous_format,
+    )
+
+
 def _launch(
     index: int,
     final: bool,
@@ -293,7 +335,7 @@ def _launch(
     return KernelLaunch(
         kernel=kernel,
         grid=grid,
-        block=kernel.tile.threads,
+        block=module.threads(kernel),
         shared_bytes=module.shared_bytes(kernel),
         arguments=bytes(layout.pack(values)),
         pointers=tuple(

@@ -44,6 +44,49 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class HaloTile:
+    """Tile of one block of the tensor-core families (templates/device/halo_gemm.cuh).
+
+    ``box`` of output positions (d, h, w) × 16 · ``channel_tiles`` · ``channel_warps`` output channels;
+    ``position_tiles`` groups of 8 positions a warp, ``steps`` products along k per chunk of channels. ``math`` is a value of ``Math``, ``promote_rows`` how many rows
+    of taps the tensor core accumulates before their sum is added in fp32 (0: all of them).
+    """
+
+    box: tuple[int, int, int]
+    channel_warps: int
+    position_warps: int
+    channel_tiles: int
+    position_tiles: int
+    math: str
+    steps: int = 1
+    promote_rows: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.channel_warps * self.position_warps
+
+    @property
+    def channels(self) -> int:
+        """Output channels of a block."""
+        return 16 * self.channel_tiles * self.channel_warps
+
+    @property
+    def parts(self) -> int:
+        """Numbers that stand for one operand."""
+        return 2 if self.math == "TF32X3" else 1
+
+    @property
+    def step_channels(self) -> int:
+        """Input channels of one product."""
+        return 8 if self.math in ("TF32", "TF32X3") else 16
+
+    def k_steps(self, channels: int) -> int:
+        """Products along ``channels`` input channels, whole chunks."""
+        return -(-channels // (self.step_channels * self.steps)) * self.steps
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One kernel launch of a plan: steps ``[first, last)`` of the epilogue of ``problem``.
 
@@ -53,7 +96,7 @@ class KernelPlan:
 
     family: str
     problem: Problem
-    tile: Tile | RowTile
+    tile: Tile | RowTile | HaloTile
     first: int
     last: int
     source_dtype: str
@@ -110,16 +153,29 @@ class Family(Protocol):
     def grid(self, kernel: KernelPlan, extents: Extents) -> int:
         """Number of blocks."""
 
+    def threads(self, kernel: KernelPlan) -> int:
+        """Threads of a block."""
+
     def shared_bytes(self, kernel: KernelPlan) -> int:
         """Dynamic shared memory of a block, in bytes."""
 
 
 def family(kernel: KernelPlan) -> Family:
     """The module that implements ``kernel.family``."""
-    from jitconv.families import conv, conv_transpose, depthwise_separable, layer_norm, pool
+    from jitconv.families import (
+        conv,
+        conv_mma,
+        conv_transpose,
+        depthwise_separable,
+        layer_norm,
+        pack_weights,
+        pool,
+    )
 
     modules: dict[str, Any] = {
         "conv": conv,
+        "conv_mma": conv_mma,
+        "pack_weights": pack_weights,
         "conv_transpose": conv_transpose,
         "depthwise_separable": depthwise_separable,
         "layer_norm": layer_norm,

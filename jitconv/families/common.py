@@ -86,6 +86,11 @@ def preambles(*chains: Sequence[StepSpec]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
+def tile_threads(kernel: KernelPlan) -> int:
+    """Threads of a block where the tile says it."""
+    return kernel.tile.threads
+
+
 def padded(values: Sequence[int], fill: int) -> tuple[int, int, int]:
     """Per-dimension values of a 1-D, 2-D or 3-D problem as (d, h, w)."""
     full = (fill,) * (3 - len(values)) + tuple(values)
@@ -116,7 +121,9 @@ def problem_constants(kernel: KernelPlan) -> dict[str, Any]:
 def kernel_name(kernel: KernelPlan) -> str:
     """The symbol in the cubin, which a profiler shows: says what the kernel does, as far as it fits."""
     p = kernel.problem
-    if kernel.family in ("layer_norm", "pool"):
+    if kernel.family == "pack_weights":
+        parts = ["jitconv_pack_weights", f"c{p.in_channels}k{p.out_channels}", f"t{p.taps}", p.dtype, p.precision]
+    elif kernel.family in ("layer_norm", "pool"):
         parts = ["jitconv", *(step.name for step in kernel.steps), kernel.target_dtype]
     else:
         parts = ["jitconv", p.label()]

@@ -113,3 +113,4 @@ def grid(kernel: KernelPlan, extents: Extents) -> int:
 
 
 shared_bytes = common.gemm_shared_bytes
+threads = common.tile_threads

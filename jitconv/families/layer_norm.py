@@ -70,3 +70,6 @@ def shared_bytes(kernel: KernelPlan) -> int:
     scratch = tile.threads // 32
     rows = tile.threads // tile.lanes * width if _pooled(kernel) else 0
     return 4 * (scratch + rows)
+
+
+threads = common.tile_threads

@@ -47,3 +47,6 @@ def grid(kernel: KernelPlan, extents: Extents) -> int:
 
 def shared_bytes(kernel: KernelPlan) -> int:
     return 0
+
+
+threads = common.tile_threads

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jitconv.families import KernelPlan, RowTile
+from jitconv.planning.tensor_cores import choose_halo_tile
 from jitconv.planning.tiles import MAX_POOLED_ROW, ROW_THREADS, choose_row_tile, choose_tile
 from jitconv.problem import Problem, StepSpec
 
@@ -30,20 +31,23 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem) -> Plan:
-    """The plan for ``problem``. Pure: the same Problem has the same plan in every process."""
+def plan(problem: Problem, arch: str) -> Plan:
+    """The plan for ``problem`` on ``arch``. Pure: the same arguments give the same plan in every process."""
     cuts = _cuts(problem.epilogue)
     uses_value = _uses_value(problem.epilogue[cuts[0] :])
+    halo_tile = choose_halo_tile(problem, arch)
     kernels = []
+    if halo_tile is not None:
+        kernels.append(KernelPlan("pack_weights", problem, halo_tile, 0, 0, problem.dtype, "float32"))
     for i, last in enumerate(cuts):
         first = cuts[i - 1] if i else 0
         final = i == len(cuts) - 1
         steps = problem.epilogue[first:last]
         kernels.append(
             KernelPlan(
-                family=problem.operator if i == 0 else _row_family(steps),
+                family=_row_family(steps) if i else problem.operator if halo_tile is None else "conv_mma",
                 problem=problem,
-                tile=choose_tile(problem) if i == 0 else _row_tile(steps),
+                tile=_row_tile(steps) if i else halo_tile or choose_tile(problem),
                 first=first,
                 last=last,
                 source_dtype=problem.dtype if i == 0 else "float32",

@@ -1,0 +1,71 @@
+"""Tiles of the tensor-core families, and when they are the right ones.
+
+As everywhere in planning, the choice looks at the Problem and the architecture, never at the batch.
+"""
+
+from __future__ import annotations
+
+from jitconv.architectures import arch_number, limits_of
+from jitconv.families import HaloTile, KernelPlan, conv_mma
+from jitconv.problem import Problem
+
+#: Boxes of output positions by rank and by how many positions: near-cubes keep the halo small, and 16 positions
+#: along w keep the reads of a row in whole sectors.
+_BOXES = {
+    1: {512: (1, 1, 512), 256: (1, 1, 256), 128: (1, 1, 128)},
+    2: {512: (1, 16, 32), 256: (1, 8, 32), 128: (1, 8, 16)},
+    3: {512: (4, 8, 16), 256: (4, 4, 16), 128: (2, 4, 16)},
+}
+
+#: Fewer input channels in a group would leave most of a product's k empty.
+_FEWEST_CHANNELS = 3
+
+
+def choose_halo_tile(problem: Problem, arch: str) -> HaloTile | None:
+    """The tensor-core tile for ``problem`` on ``arch``, or None where FFMA serves it."""
+    if problem.operator != "conv" or arch_number(arch) < 80:
+        return None
+    if problem.in_channels // problem.groups < _FEWEST_CHANNELS:
+        return None
+    limit = limits_of(arch).shared_block
+    for tile in _candidates(problem):
+        if conv_mma.shared_bytes(KernelPlan("conv_mma", problem, tile, 0, 0, problem.dtype, "float32")) <= limit:
+            return tile
+    return None
+
+
+def _candidates(problem: Problem) -> list[HaloTile]:
+    """Tiles in order of preference."""
+    outputs = problem.out_channels // problem.groups
+    math = _math(problem)
+    # Split products keep a second set of accumulators, so a warp takes half as many channels.
+    promote = max(1, 3 // problem.kernel_size[-1]) if math == "TF32X3" else 0
+    widest = 2 if promote else 4
+    channel_tiles = min(widest, -(-outputs // 16))
+    channel_warps = min(4 if promote else 2, -(-outputs // (16 * channel_tiles)))
+    tiles = []
+    for positions in (512, 256, 128):
+        box = _BOXES[problem.rank][positions]
+        position_warps = 8 // channel_warps
+        position_tiles = positions // 8 // position_warps
+        if position_tiles > 8:
+            continue
+        if position_tiles < 2:
+            continue
+        # Few taps: several products along k per chunk, so that a barrier has work between it and the next.
+        channels = problem.in_channels // problem.groups
+        for steps in (4, 2, 1) if problem.taps < 9 else (1,):
+            tile = HaloTile(
+                box, channel_warps, position_warps, channel_tiles, position_tiles, math, steps, promote
+            )
+            if steps == 1 or channels >= tile.step_channels * steps:
+                tiles.append(tile)
+    return tiles
+
+
+def _math(problem: Problem) -> str:
+    if problem.dtype == "float16":
+        return "HALF"
+    if problem.dtype == "bfloat16":
+        return "BFLOAT16"
+    return "TF32" if problem.precision == "tf32" else "TF32X3"

@@ -1,0 +1,27 @@
+// An fp32 value as the sum of two tf32 values, for products of fp32 accuracy on tensor cores.
+//
+//     x = hi + lo,  hi = x rounded to tf32 (11 bits),  lo = (x - hi) rounded to tf32: together 22 bits and the sign of
+//                   lo, so that what is dropped is below 2^-23 of x.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "device/platform.cuh"
+
+namespace jitconv {
+
+// lo is 0 where hi is not finite, so that Inf and NaN travel in hi alone.
+__device__ __forceinline__ void split_tf32(float value, uint32_t& hi, uint32_t& lo) {
+    const float rounded = round_tf32(value);
+    hi = __float_as_uint(rounded);
+    const bool finite = (hi & 0x7f800000u) != 0x7f800000u;
+    lo = finite ? __float_as_uint(round_tf32(value - rounded)) : 0u;
+}
+
+// A split product is exact to fp32 where hi and lo are normal numbers and finite: else the block that meets such a
+// value computes in fp32. 2^-100 leaves lo its 11 bits above the smallest normal number, 2^-126.
+__device__ __forceinline__ bool splits_exactly(float value) {
+    const uint32_t magnitude = __float_as_uint(value) & 0x7fffffffu;
+    return magnitude == 0u || (magnitude >= 0x0d800000u && magnitude < 0x7f000000u);
+}
+
+}  // namespace jitconv
