@@ -53,9 +53,11 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "position_warps": tile.position_warps,
             "channel_tiles": tile.channel_tiles,
             "position_tiles": tile.position_tiles,
-            "unit": tile.step_channels // 2,
+            "step_channels": tile.step_channels,
             "steps": tile.steps,
             "threads": tile.threads,
+            # Blocks that a multiprocessor holds at once: what the compiler may spend in registers.
+            "blocks": 1 if tile.parts == 2 else 2,
         },
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
         "bias": p.bias,

@@ -38,11 +38,13 @@ def _candidates(problem: Problem) -> list[HaloTile]:
     """Tiles in order of preference."""
     outputs = problem.out_channels // problem.groups
     math = _math(problem)
-    # Split products keep a second set of accumulators, so a warp takes half as many channels.
+    # Two blocks a multiprocessor, so that one stages or finishes while the other multiplies: 128 registers a thread,
+    # half of them accumulators. Split products keep a second set of those, and have a multiprocessor to themselves.
     promote = max(1, 3 // problem.kernel_size[-1]) if math == "TF32X3" else 0
-    widest = 2 if promote else 4
-    channel_tiles = min(widest, -(-outputs // 16))
-    channel_warps = min(4 if promote else 2, -(-outputs // (16 * channel_tiles)))
+    channel_tiles = min(2, -(-outputs // 16))
+    channel_warps = min(4, -(-outputs // (16 * channel_tiles)))
+    if channel_warps == 3:
+        channel_warps = 4
     tiles = []
     for positions in (512, 256, 128):
         box = _BOXES[problem.rank][positions]

@@ -49,7 +49,8 @@ struct HaloTile {
     static constexpr int UNIT = MATH == Math::HALF || MATH == Math::BFLOAT16 ? 8 : 4;  // channels in 16 bytes
     static constexpr int PLANES = 2 * STEPS;
     static constexpr int CHUNK = PLANES * UNIT;  // channels in a chunk
-    static constexpr int UNITS = (PLANES * HALO + THREADS - 1) / THREADS;  // 16-byte units a thread stages per chunk
+    // A thread stages a position's channels of one product at a time: 32 bytes, both planes.
+    static constexpr int UNITS = (STEPS * HALO + THREADS - 1) / THREADS;
 
     static_assert(POSITIONS == POSITION_WARPS * WARP_POSITIONS, "warps share the box evenly");
     static_assert(POSITION_TILES % 2 == 0, "load_matrices fetches two position tiles at a time");
@@ -83,8 +84,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, uint32_t
 
 // acc += the whole reduction. `weights` points to this warp's lane in the packed stream of its channels, which holds
 // [k step][tap][channel warp][channel tile][part][lane] and one round of padding behind it; `stage.load(unit, chunk)`
-// fetches a unit of the halo and `stage.store(loaded, buffer, unit, chunk)` converts and writes it, one row of taps
-// later, when it has arrived. PROMOTE_ROWS > 0: the tensor core accumulates that many rows of taps, and their sum is
+// fetches a unit of the halo and `stage.store(loaded, buffer, unit, chunk)` converts and writes it, behind a row of
+// taps, when it has arrived. PROMOTE_ROWS > 0: the tensor core accumulates that many rows of taps, and their sum is
 // added in fp32, because its own additions truncate.
 template <
     class Tile, int TAPS_D, int TAPS_H, int TAPS_W, int SHIFT_D, int SHIFT_H, int SHIFT_W, int PROMOTE_ROWS,
@@ -99,24 +100,9 @@ __device__ __forceinline__ void accumulate_halo(
     constexpr int TAP_STRIDE = Tile::CHANNEL_WARPS * FRAGMENTS * 32;
     constexpr int PART_STRIDE = Tile::PLANES * Tile::PLANE;
     const int plane = static_cast<int>(threadIdx.x) / 8 % 2;
-    const auto stage_first = [&](int u) {
-        typename Stage::Loaded loaded[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (u + i < Tile::UNITS) {
-                loaded[i] = stage.load(u + i, 0);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (u + i < Tile::UNITS) {
-                stage.store(loaded[i], 0, u + i, 0);
-            }
-        }
-    };
 #pragma unroll 1
-    for (int u = 0; u < Tile::UNITS; u += 4) {
-        stage_first(u);
+    for (int u = 0; u < Tile::UNITS; ++u) {
+        stage.store(stage.load(u, 0), 0, u, 0);
     }
     uint4 a[2][FRAGMENTS];
 #pragma unroll
@@ -129,7 +115,6 @@ __device__ __forceinline__ void accumulate_halo(
         const int buffer = chunk & 1;
         const bool more = chunk + 1 < chunks;
         int step = 0, tap_d = 0, tap_h = 0;
-        typename Stage::Loaded pending[SLICE];
 #pragma unroll 1
         for (int row = 0; row < ROWS; ++row) {
             typename Stage::Loaded loaded[SLICE];
@@ -192,11 +177,9 @@ __device__ __forceinline__ void accumulate_halo(
             }
 #pragma unroll
             for (int s = 0; s < SLICE; ++s) {
-                const int u = (row - 1) * SLICE + s;
-                if (more && row > 0 && u < Tile::UNITS) {
-                    stage.store(pending[s], buffer ^ 1, u, chunk + 1);
+                if (more && row * SLICE + s < Tile::UNITS) {
+                    stage.store(loaded[s], buffer ^ 1, row * SLICE + s, chunk + 1);
                 }
-                pending[s] = loaded[s];
             }
             if (++tap_h == TAPS_H) {
                 tap_h = 0;
@@ -204,13 +187,6 @@ __device__ __forceinline__ void accumulate_halo(
                     tap_d = 0;
                     ++step;
                 }
-            }
-        }
-#pragma unroll
-        for (int s = 0; s < SLICE; ++s) {
-            const int u = (ROWS - 1) * SLICE + s;
-            if (more && u < Tile::UNITS) {
-                stage.store(pending[s], buffer ^ 1, u, chunk + 1);
             }
         }
         __syncthreads();
