@@ -529,12 +529,20 @@ class _Fused(torch.autograd.Function):
         return runtime.run(call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
+        # Gradients are recorded here when the caller asked for a graph of them (create_graph=True).
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed, strict=True)]
-            out = run_reference(replaced(ctx.call, leaves))
-            wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+            copies = [_copy(t, need, again) for t, need in zip(ctx.saved_tensors, needed, strict=True)]
+            out = run_reference(replaced(ctx.call, copies))
+            wanted = [copy for copy, need in zip(copies, needed, strict=True) if need]
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again, allow_unused=True))
         return None, *(next(found) if need else None for need in needed)
+
+
+def _copy(tensor: Tensor, differentiate: bool, again: bool) -> Tensor:
+    """``tensor`` as a point of its own in a graph, so that one that stands in two places gets two gradients."""
+    if differentiate and again:
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_(differentiate)
