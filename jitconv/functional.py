@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from jitconv import epilogue as E
 from jitconv import reference, validation
@@ -446,7 +447,14 @@ def kernel_obstacle(call: Call) -> str | None:
     if any(tensor.is_neg() for tensor in differentiable(call)):
         # The sign is a flag of the tensor: what is in memory has the other one.
         return "lazily negated tensor"
+    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in differentiable(call)):
+        # A kernel would compute the value and drop the tangent without a word.
+        return "forward-mode differentiation"
     return None
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _apply(call: Call, unbatched: bool) -> Tensor:

@@ -224,6 +224,17 @@ def test_a_tensor_that_stands_in_two_places_gets_the_gradient_of_one() -> None:
 
 
 @pytest.mark.usefixtures("either_path")
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (torch.tensor(0.0), 1.0), (0.0, torch.tensor(1.0))])
+def test_a_value_on_a_bound_of_clamp_gets_half_a_gradient(bounds: tuple[Any, Any]) -> None:
+    x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]).view(1, 1, -1).requires_grad_()
+    jitconv.conv1d(x, torch.ones(1, 1, 1), epilogue=[E.clamp(*bounds)]).sum().backward()
+    same = x.detach().clone().requires_grad_()
+    torch.clamp(same, 0.0, 1.0).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == same.grad.tolist() == [[[0, 1, 1, 1, 0]]]
+
+
+@pytest.mark.usefixtures("either_path")
 def test_a_strided_view_gets_the_gradient_of_another_element() -> None:
     x, w, b, r = leaves((2, 12, 14, 8), (3, 3, 4, 6), (12,), (4, 1))
 
@@ -403,10 +414,11 @@ def test_a_module_does_not_learn() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_gradient_of_a_generated_kernel_differs_from_eager_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(call: Call, **options: Any) -> Tensor:
