@@ -155,8 +155,8 @@ def _emulate_all(console: Console) -> None:
         "behaviour\nsanitizers, run under three schedules of its threads that must agree, on small inputs:\n",
         soft_wrap=True,
     )
-    with ThreadPoolExecutor(max_workers=cores()) as pool:
-        # Programs run outside this process, so threads use every core.
+    # Programs run outside this process, so threads use every core.
+    with console.status("building and running"), ThreadPoolExecutor(max_workers=cores()) as pool:
         for headline, line in zip(HEADLINES, pool.map(_emulate, HEADLINES), strict=True):
             console.print(f"  {headline.address}  {line}", soft_wrap=True)
 

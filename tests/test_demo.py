@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,11 +44,35 @@ def shown() -> str:
     return text.getvalue()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What a machine prints that has everything but a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demonstration, "gpus", list)
+        patch.setattr("jitconv.machine.gpus", list)
+        patch.setenv("JITCONV_CACHE_DIR", str(tmp_path_factory.mktemp("store")))
+        yield shown()
+
+
+def without_measurements(text: str) -> list[str]:
+    """The lines of a demo without what differs between machines and versions of the compiler."""
+    text = re.sub(r"\d+(\.\d+)?(e-\d+)?( ms| s\b| registers| against float64)", r"#\3", text)
+    text = re.sub(r"built by \S+", "built by #", text)
+    return [re.sub(r" +", " ", line).strip() for line in text.strip().splitlines()]
+
+
 @pytest.mark.compiler
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_gpu")
-def test_without_a_gpu_every_operator_is_compiled_and_emulated() -> None:
-    text = shown()
+def test_the_readme_shows_what_the_demo_prints(whole: str) -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    block = readme.split("<!-- test: demo -->\n```\n")[1].split("\n```")[0]
+    assert without_measurements(block) == without_measurements(whole)
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_without_a_gpu_every_operator_is_compiled_and_emulated(whole: str) -> None:
+    text = whole
     assert text.count("baked in") == text.count("compiled   for sm_90a") == 4
     assert text.count("no spills") == 4
     assert text.count("against float64") == 3
