@@ -16,6 +16,7 @@ from jitconv import program, toolchain
 from jitconv.compilation import key_of
 from jitconv.demo import HEADLINES, Headline, demo
 from jitconv.errors import JitconvError, NVRTCNotFoundError
+from jitconv.timing import Timing
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ def without_measurements(text: str) -> list[str]:
 
 @pytest.mark.compiler
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # one worker, one run
 def test_the_readme_shows_what_the_demo_prints(whole: str) -> None:
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
     block = readme.split("<!-- test: demo -->\n```\n")[1].split("\n```")[0]
@@ -71,6 +73,7 @@ def test_the_readme_shows_what_the_demo_prints(whole: str) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # one worker, one run
 def test_without_a_gpu_every_operator_is_compiled_and_emulated(whole: str) -> None:
     text = whole
     assert text.count("baked in") == text.count("compiled   for sm_90a") == 4
@@ -175,3 +178,31 @@ def test_precision_of_the_peers_is_set_and_put_back() -> None:
         with demonstration._conv_precision(chosen):
             assert setting() == chosen
     assert setting() == before
+
+
+@pytest.mark.parametrize("headline", HEADLINES, ids=lambda headline: headline.address)
+def test_the_table_of_a_race_has_every_candidate_with_its_error(
+    headline: Headline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the race but the GPU: data on the CPU, and a clock that does not look at it."""
+    on_any_device = demonstration._random_tensors
+
+    def fake_times(candidates: dict[str, object]) -> dict[str, Timing]:
+        return {name: Timing(2.0 * i + 2, 1.0, 9.0) for i, name in enumerate(candidates)}
+
+    monkeypatch.setattr(demonstration, "_random_tensors", lambda made, device: on_any_device(made, "cpu"))
+    monkeypatch.setattr(demonstration, "interleaved", fake_times)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    text = io.StringIO()
+    shape = (2, *headline.small_input[1:])
+    demonstration._race_at(Console(file=text, width=160, highlight=False), headline, shape, "")
+    rows = [line for line in text.getvalue().splitlines() if "[1.000, 9.000]" in line]
+    assert [row.split("  ")[0] for row in rows] == [
+        "jitconv",
+        "eager TF32",
+        "torch.compile TF32",
+        "eager fp32",
+        "torch.compile fp32",
+    ]
+    assert [row.split(" × as fast")[0].split()[-1] for row in rows[1:]] == ["2.00", "3.00", "4.00", "5.00"]
+    assert all(float(row.split()[-1]) < 1e-5 for row in rows)
