@@ -246,7 +246,6 @@ def _publish(path: Path, build_in: Path, built: Path) -> Path:
 def _build_runtime(cxx: str, checks: _Checks, files: Mapping[str, str]) -> Path:
     """Compile ``templates/host/*.cpp`` to one object, once for each compiler."""
     flags = (*_RUNTIME, "-DJITCONV_ASAN=1") if checks == "memory" else _RUNTIME
-    # Position-independent or not: it is linked with either.
     root = _directory()
     path = root / f"runtime-{_digest([_identity(cxx), *flags, *files, *files.values()])}.o"
     if path.exists():
@@ -451,8 +450,8 @@ def execute(
             overlap share one.
         sanitize: see :func:`build`.
         races: look for races on shared memory instead, see :func:`build`. It finds any two
-            accesses with no barrier between them, also where no schedule makes it show, and
-            knows that shuffles order nothing.
+            accesses with no barrier between them and any read of what nobody has written, also
+            where no schedule makes it show, and knows that shuffles order nothing.
         schedules: the ways to run the launch; all must give bit-identical results.
         arch: see :func:`build`.
         timeout: seconds after which the run is given up.

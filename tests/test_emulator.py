@@ -566,9 +566,17 @@ def test_shuffle_taken_for_a_memory_barrier() -> None:
 
 
 def test_race_of_neighbouring_halves() -> None:
-    body = "half_t* h = reinterpret_cast<half_t*>(shared); h[t] = half_t{{1}}; {} a.y[t] = to_float(h[t {}]);"
+    body = "half_t* h = reinterpret_cast<half_t*>(shared); h[t] = half_t{{1}}; {} h[t {}] = half_t{{2}};"
     run(body.format("", ""), races=True)
     raced(body.format("", "^ 1"))
+    run(body.format("__syncthreads();", "^ 1"), races=True)
+
+
+def test_read_of_what_nobody_has_written() -> None:
+    # The value does not reach the result, so that only the reading itself shows.
+    body = "if (t % 2 == 0) shared[t] = 0; __syncthreads();\nvolatile float unused = shared[t];"
+    run(body)
+    refused(body, "shared memory + 4 has not been written yet", "thread 1 at written.cu:2", races=True)
 
 
 def test_race_with_a_copy_in_flight() -> None:

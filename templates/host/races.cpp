@@ -20,8 +20,8 @@ struct Access {
 // What has happened to one byte since it was last written.
 struct Byte {
     Access write;
-    Access read;                   // the latest
-    std::vector<Access> readers;   // all threads that have read, once there is more than one
+    Access read;                  // the latest
+    std::vector<Access> readers;  // every thread that has read, once there is more than one
 };
 
 Clock clocks[MAXIMUM_THREADS];
@@ -118,6 +118,10 @@ void clock_acquire(int thread, const Clock& clock) {
 
 void races_read(const void* pointer, size_t bytes, uintptr_t code) {
     each_byte(pointer, bytes, [&](Byte& byte, size_t offset) {
+        if (byte.write.time == 0) {
+            fail(text("shared memory + %zu has not been written yet: %s", offset,
+                      describe("read", access_now(code)).c_str()));
+        }
         if (!knows(block.current, byte.write)) {
             report("write", byte.write, offset, "read", access_now(code));
         }

@@ -1,4 +1,4 @@
-// Who is ordered before whom, and accesses to shared memory that are not.
+// Who is ordered before whom, accesses to shared memory that are not, and reads of what nobody has written.
 //
 // Every thread has a vector clock: what it knows of the time of each thread. Synchronisation passes clocks on:
 //
