@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,7 +269,12 @@ def clear(yes: bool) -> None:
 
 
 def _tree_size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for file in folder.rglob("*"):
+        # Another process may be building there, and remove what this one has just seen.
+        with suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _store() -> Store:

@@ -65,8 +65,12 @@ _SANITIZED = (
     "-fno-omit-frame-pointer",
 )
 _FAST = ("-O2",)
+# Instrumented as for ThreadSanitizer, but linked with the emulator's own race detector. Code at fixed
+# addresses, so that a report can be traced back to lines.
+_RACES = ("-O1", "-g1", "-fsanitize=thread", "-fno-pie", "-DJITCONV_RACES=true")
 # The runtime checks what it touches itself; instrumented it would take most of the time.
 _RUNTIME = ("-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-DJITCONV_HOST=1")
+_Checks = Literal["memory", "races", "nothing"]
 # No contraction: a product and a sum round separately unless the kernel says fmaf, so that a result
 # does not depend on the machine that ran it.
 _COMMON = ("-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-DJITCONV_HOST=1")
@@ -184,8 +188,8 @@ def _identity(cxx: str) -> str:
 
 
 @functools.cache
-def _flags(cxx: str, sanitize: bool) -> tuple[str, ...]:
-    flags = _COMMON + (_SANITIZED if sanitize else _FAST)
+def _flags(cxx: str, checks: _Checks) -> tuple[str, ...]:
+    flags = _COMMON + {"memory": _SANITIZED, "races": _RACES, "nothing": _FAST}[checks]
     # An uninitialised local becomes -1.7e38 rather than, by luck, the right value.
     pattern = "-ftrivial-auto-var-init=pattern"
     probe = [cxx, pattern, "-x", "c++", "-fsyntax-only", os.devnull]
@@ -239,9 +243,9 @@ def _publish(path: Path, build_in: Path, built: Path) -> Path:
     return path
 
 
-def _build_runtime(cxx: str, sanitize: bool, files: Mapping[str, str]) -> Path:
+def _build_runtime(cxx: str, checks: _Checks, files: Mapping[str, str]) -> Path:
     """Compile ``templates/host/*.cpp`` to one object, once for each compiler."""
-    flags = (*_RUNTIME, "-DJITCONV_ASAN=1") if sanitize else _RUNTIME
+    flags = (*_RUNTIME, "-DJITCONV_ASAN=1") if checks == "memory" else _RUNTIME
     root = _directory()
     path = root / f"runtime-{_digest([_identity(cxx), *flags, *files, *files.values()])}.o"
     if path.exists():
@@ -257,7 +261,7 @@ def _build_runtime(cxx: str, sanitize: bool, files: Mapping[str, str]) -> Path:
         return _publish(path, folder, Path("runtime"))
 
 
-def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90a") -> Path:
+def build(rendered: RenderedKernel, *, sanitize: bool = True, races: bool = False, arch: str = "sm_90a") -> Path:
     """Build a kernel for the CPU and return the path of the program.
 
     The program is cached in ``JITCONV_CACHE_DIR/emulator`` by content: kernel text, headers,
@@ -267,6 +271,7 @@ def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90
         rendered: the kernel: its name, source and headers.
         sanitize: build with AddressSanitizer and UndefinedBehaviorSanitizer (slower, finds more);
             otherwise for speed.
+        races: build with the race detector on shared memory instead of the sanitizers.
         arch: the architecture whose branches (``JITCONV_ARCH``) are compiled.
 
     Raises:
@@ -274,7 +279,8 @@ def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90
         EmulationError: the text does not compile.
     """
     cxx = compiler()
-    flags = (*_flags(cxx, sanitize), f"-DJITCONV_ARCH={_arch_number(arch)}")
+    checks: _Checks = "races" if races else "memory" if sanitize else "nothing"
+    flags = (*_flags(cxx, checks), f"-DJITCONV_ARCH={_arch_number(arch)}")
     host_files = _host_files()
     headers = {name: text for name, text in rendered.headers.items() if name not in host_files}
     parts = [rendered.name, rendered.source, *headers, *headers.values()]
@@ -282,13 +288,16 @@ def build(rendered: RenderedKernel, *, sanitize: bool = True, arch: str = "sm_90
     path = _directory() / f"{rendered.name[:80]}-{_digest(parts)}"
     if path.exists():
         return path
-    runtime = _build_runtime(cxx, sanitize, host_files)
+    runtime = _build_runtime(cxx, checks, host_files)
     with tempfile.TemporaryDirectory(dir=_directory(), prefix="build-") as name:
         folder = Path(name)
         _write_tree(folder, {**host_files, **headers, "kernel.cu": rendered.source})
         main = f'#include "kernel.cu"\n#include "host/main.h"\nJITCONV_MAIN({rendered.name})\n'
         _write_tree(folder, {"main.cpp": main})
-        command = [cxx, *flags, "-I.", "main.cpp", str(runtime), "-ldl", "-o", "program"]
+        _run_compiler([cxx, *flags, "-I.", "-c", "main.cpp"], folder, f"kernel {rendered.name}")
+        # Without -fsanitize=thread, which would bring ThreadSanitizer's own runtime.
+        link = ["-no-pie"] if races else flags
+        command = [cxx, *link, "main.o", str(runtime), "-ldl", "-o", "program"]
         _run_compiler(command, folder, f"kernel {rendered.name}")
         return _publish(path, folder, Path("program"))
 
@@ -425,6 +434,7 @@ def execute(
     pointers: Mapping[int, torch.Tensor],
     *,
     sanitize: bool = True,
+    races: bool = False,
     schedules: Sequence[Schedule] = DEFAULT_SCHEDULES,
     arch: str = "sm_90a",
     timeout: float = 300.0,
@@ -439,6 +449,9 @@ def execute(
             memory from the tensor's first to its last element, whatever its strides; tensors that
             overlap share one.
         sanitize: see :func:`build`.
+        races: look for races on shared memory instead, see :func:`build`. It finds any two
+            accesses with no barrier between them and any read of what nobody has written, also
+            where no schedule makes it show, and knows that shuffles order nothing.
         schedules: the ways to run the launch; all must give bit-identical results.
         arch: see :func:`build`.
         timeout: seconds after which the run is given up.
@@ -451,14 +464,14 @@ def execute(
     """
     _check_launch(launch, schedules)
     _check_pointers(arguments, pointers)
-    program = build(rendered, sanitize=sanitize, arch=arch)
+    program = build(rendered, sanitize=sanitize, races=races, arch=arch)
     if launch.grid == 0:
         return
     spans = _spans(list(pointers.values()))
     job = _encode_job(launch, arguments, pointers, schedules, spans)
     result = _run_program(program, job, rendered.name, timeout)
     if result.returncode != 0:
-        report = result.stderr.decode(errors="replace")
+        report = _with_lines(result.stderr.decode(errors="replace"), program)
         message = f"kernel {rendered.name}: {_trim(report) or f'exit code {result.returncode}'}"
         raise EmulationError(message + _locate(report, pointers, spans), report)
     data = _split(result.stdout, spans)
@@ -582,6 +595,19 @@ def _trim(report: str) -> str:
         elif not skipping and not _NOISE.match(line):
             found.append(re.sub(r"^==\d+==\s*", "", line))
     return "\n".join([*found[:_LONGEST_REPORT], *emulator])
+
+
+def _with_lines(report: str, program: Path) -> str:
+    """Replace addresses of code by ``file:line``, where binutils can tell."""
+    addresses = re.findall(r"\bcode (0x[0-9a-f]+)", report)
+    addr2line = shutil.which("addr2line")
+    if not addresses or addr2line is None:
+        return report
+    command = [addr2line, "-e", str(program), *addresses]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    for address, line in zip(addresses, result.stdout.splitlines(), strict=False):
+        report = report.replace(f"code {address}", re.sub(r" \(discriminator.*\)", "", line), 1)
+    return report
 
 
 _BUFFER = re.compile(r"buffer (\d+) (?:differs at byte|of \d+ bytes, offset) (-?\d+)")

@@ -128,15 +128,20 @@ def _both(lower: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return reference
 
 
+def _clamp_reference(v: Tensor, min: Any, max: Any) -> Tensor:
+    """torch.clamp, which takes two numbers or two tensors, for one of each too."""
+    if isinstance(min, Tensor) != isinstance(max, Tensor):
+        min, max = (torch.as_tensor(bound, dtype=v.dtype, device=v.device) for bound in (min, max))
+    return torch.clamp(v, min, max)
+
+
 _ADD = StepKind("add", "v + other", lambda v, other: v + other, ("other",))
 _SUB = StepKind("sub", "v - other", lambda v, other: v - other, ("other",))
 _MUL = StepKind("mul", "v * other", lambda v, other: v * other, ("other",))
 _DIV = StepKind("div", "v / other", lambda v, other: v / other, ("other",))
 _MINIMUM = StepKind("minimum", "act::minimum(v, other)", _both(torch.minimum), ("other",))
 _MAXIMUM = StepKind("maximum", "act::maximum(v, other)", _both(torch.maximum), ("other",))
-_CLAMP = StepKind(
-    "clamp", "act::clamp(v, min, max)", lambda v, min, max: torch.clamp(v, min, max), ("min", "max")
-)
+_CLAMP = StepKind("clamp", "act::clamp(v, min, max)", _clamp_reference, ("min", "max"))
 _CLAMP_MIN = StepKind(
     "clamp_min", "act::clamp_min(v, min)", lambda v, min: torch.clamp_min(v, min), ("min",)
 )
@@ -213,7 +218,6 @@ def clamp(min: Operand | None = None, max: Operand | None = None) -> Step:
         return Step(_CLAMP_MIN, (("min", _operand("min", min)),))
     if min is None:
         return Step(_CLAMP_MAX, (("max", _operand("max", max)),))
-    # torch.clamp takes two numbers or two tensors; a mixture is spelled as two steps in the reference too.
     return Step(_CLAMP, (("min", _operand("min", min)), ("max", _operand("max", max))))
 
 
@@ -546,6 +550,8 @@ def bind(
         elif step.needs == "window":
             window = _window(where, step, len(current) - 2)
             attributes = (("ceil_mode", dict(attributes)["ceil_mode"]), ("window", window))
+            if step.kind is _AVG_POOL:
+                _check_avg_pool(where, current, window)
             current = _pooled(where, current, window, dict(attributes)["ceil_mode"])
         specs.append(
             StepSpec(
@@ -568,8 +574,6 @@ def reference(chain: Sequence[Step], v: Tensor) -> Tensor:
         if step.needs == "window":
             window = _window(step.name, step, v.dim() - 2)
             v = step.kind.torch(v, window=window, ceil_mode=dict(step.attributes)["ceil_mode"])
-        elif step.kind is _CLAMP and len({isinstance(o, Tensor) for o in operands.values()}) == 2:
-            v = torch.minimum(_CLAMP_MIN.torch(v, operands["min"]), torch.as_tensor(operands["max"]).to(v))
         else:
             v = step.kind.torch(v, **operands)
     return v
@@ -676,6 +680,14 @@ def _window(where: str, step: Step, rank: int) -> tuple[int, ...]:
     if len(window) != rank:
         raise RuntimeError(f"{where}: kernel_size={window}: expected an int or {rank} ints, one per dimension")
     return window
+
+
+def _check_avg_pool(where: str, shape: tuple[int, ...], window: tuple[int, ...]) -> None:
+    # torch refuses this in three dimensions only, and for the average only.
+    if len(window) == 3 and any(size > extent for size, extent in zip(window, shape[2:], strict=True)):
+        raise RuntimeError(
+            f"{where}: kernel_size={window} on a value of shape {shape}: expected a window no larger than the value"
+        )
 
 
 def _pooled(

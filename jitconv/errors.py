@@ -15,6 +15,7 @@ Mistakes in the arguments of an operator are not here: those raise what torch ra
     ├── UnsupportedArchitectureError   (a ToolchainError and a DriverError)
     ├── KernelNotWarmedError
     ├── EmulatorUnavailableError
+    ├── StoreUnavailableError     (defined in jitconv.store)
     └── ManifestError             (a ValueError too)
     StoreWarning                  (a UserWarning)
 """
@@ -53,7 +54,7 @@ class NVRTCNotFoundError(ToolchainError):
 
 
 class NVRTCVersionError(ToolchainError):
-    """The NVRTC that was loaded is older than 12.9 or of another major version than cuda-python.
+    """The NVRTC that was loaded is older than 12.8 or of another major version than cuda-python.
 
     It usually comes from LD_LIBRARY_PATH or a system-wide CUDA. Remedy: install the matching
     extra, and take the foreign directory off the library path.

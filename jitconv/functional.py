@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from jitconv import epilogue as E
 from jitconv import reference, validation
@@ -446,7 +447,14 @@ def kernel_obstacle(call: Call) -> str | None:
     if any(tensor.is_neg() for tensor in differentiable(call)):
         # The sign is a flag of the tensor: what is in memory has the other one.
         return "lazily negated tensor"
+    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in differentiable(call)):
+        # A kernel would compute the value and drop the tangent without a word.
+        return "forward-mode differentiation"
     return None
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _apply(call: Call, unbatched: bool) -> Tensor:
@@ -529,12 +537,20 @@ class _Fused(torch.autograd.Function):
         return runtime.run(call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
+        # Gradients are recorded here when the caller asked for a graph of them (create_graph=True).
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed, strict=True)]
-            out = run_reference(replaced(ctx.call, leaves))
-            wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+            copies = [_copy(t, need, again) for t, need in zip(ctx.saved_tensors, needed, strict=True)]
+            out = run_reference(replaced(ctx.call, copies))
+            wanted = [copy for copy, need in zip(copies, needed, strict=True) if need]
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again, allow_unused=True))
         return None, *(next(found) if need else None for need in needed)
+
+
+def _copy(tensor: Tensor, differentiate: bool, again: bool) -> Tensor:
+    """``tensor`` as a point of its own in a graph, so that one that stands in two places gets two gradients."""
+    if differentiate and again:
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_(differentiate)

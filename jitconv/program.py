@@ -7,6 +7,7 @@ both run Programs; warming and inspection stop before the launch.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class Call:
         return named
 
     def numbers(self) -> dict[str, float]:
-        """Every number of the chains by the name of its kernel argument."""
+        """Every number of the chains by the name of its kernel argument, rounded to float32 as torch would."""
         return {
-            name: float(value.detach()) if isinstance(value, Tensor) else value
+            name: ctypes.c_float(float(value.detach()) if isinstance(value, Tensor) else value).value
             for name, value in self._operands()
             if isinstance(value, float) or (isinstance(value, Tensor) and self._is_host_scalar(value))
         }

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitconv.families import KernelPlan, family
@@ -75,7 +75,7 @@ def key_components(kernel: KernelPlan, arch: str, options: tuple[str, ...]) -> d
     }
 
 
-@lru_cache(maxsize=None)
+@cache
 def source_digests(template: str) -> dict[str, str]:
     """SHA-256 of ``template`` and of every template and header that it reaches, by name."""
     texts = {template: _read(template)}
@@ -85,7 +85,7 @@ def source_digests(template: str) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(texts.items())}
 
 
-@lru_cache(maxsize=None)
+@cache
 def headers(template: str) -> Mapping[str, str]:
     """Every device header that ``template`` reaches, by include name. Host headers are the emulator's."""
     found: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _read(name: str) -> str:
     return (templates_root() / name).read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _environment() -> jinja2.Environment:
     import jinja2
 

@@ -44,7 +44,7 @@ def interleaved(
     for _ in range(repeats):
         for name, function in candidates.items():
             flush.zero_()
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair = (_event(), _event())
             pair[0].record()
             function()
             pair[1].record()
@@ -52,6 +52,10 @@ def interleaved(
         # One wait a round: the queue stays short, and no candidate waits for the host.
         torch.cuda.synchronize()
     return {name: _summary([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _summary(times: list[float]) -> Timing:

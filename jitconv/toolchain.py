@@ -34,7 +34,7 @@ from jitconv.errors import (
 )
 from jitconv.kernel_resources import Resources, parse_resources
 
-OLDEST_NVRTC = (12, 9)
+OLDEST_NVRTC = (12, 8)
 
 DEFAULT_OPTIONS = (
     "--std=c++17",
@@ -57,6 +57,10 @@ into absolute paths of the current directory, so that two processes would get di
 # Reports registers and spills in the log and changes no byte of the cubin.
 _REPORT = "--ptxas-options=-v"
 _LINE_INFO = "--generate-line-info"
+# Where there is a driver, NVRTC keeps results in the driver's own cache and, on a hit, says nothing of registers,
+# spills or serialised wgmma: what may not be judged must not be served. NVRTC 12.8 has no such cache and no option.
+_NO_CACHE = "--no-cache"
+_FIRST_WITH_CACHE = (12, 9)
 
 # Reading a file or choosing another target would make the result depend on more than its key.
 _RESERVED_OPTIONS = (
@@ -225,7 +229,7 @@ def _check_version(version: tuple[int, int], bindings_version: str) -> None:
     found = f"NVRTC {version[0]}.{version[1]} was loaded from {nvrtc_path() or 'an unknown path'}"
     where = "take other copies of libnvrtc.so off LD_LIBRARY_PATH and the system's library path"
     if version < OLDEST_NVRTC:
-        raise NVRTCVersionError(f"{found}; expected 12.9 or newer; {INSTALL_NVRTC}, and {where}")
+        raise NVRTCVersionError(f"{found}; expected 12.8 or newer; {INSTALL_NVRTC}, and {where}")
     bindings_major = int(bindings_version.split(".")[0])
     if version[0] != bindings_major:
         extra = f"pip install 'jitconv[cu{bindings_major}]'"
@@ -292,7 +296,8 @@ class _Job:
     def run(self, kind: str, *extra: str) -> _Result:
         """Compile to ``kind``, "CUBIN" or "PTX"."""
         target = self.arch if kind == "CUBIN" else self.arch.replace("sm_", "compute_")
-        options = (f"--gpu-architecture={target}", *self.options, *extra)
+        no_cache = (_NO_CACHE,) if nvrtc_version() >= _FIRST_WITH_CACHE else ()
+        options = (f"--gpu-architecture={target}", *no_cache, *self.options, *extra)
         nvrtc = _nvrtc().module
         with self._program(nvrtc) as program:
             encoded = [option.encode() for option in options]

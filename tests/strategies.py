@@ -269,7 +269,8 @@ class Case:
             x = F.pad(x, sides, mode="constant" if mode == "zeros" else mode)
             padding = 0
         elif isinstance(padding, str) and mode != "zeros":
-            extents = [d * (k - 1) for d, k in zip(_each(parameters.get("dilation", 1), self.rank), weight.shape[2:])]
+            dilation = _each(parameters.get("dilation", 1), self.rank)
+            extents = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             totals = extents if padding == "same" else [0] * self.rank
             x = F.pad(x, [side for t in reversed(totals) for side in (t // 2, t - t // 2)], mode=mode)
             padding = 0

@@ -6,6 +6,7 @@ The expected exception type of a case is found by making the same mistake with t
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,6 @@ from torch import Tensor
 import jitconv
 from jitconv import epilogue as E
 from jitconv import functional, render, runtime, toolchain
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -36,8 +35,13 @@ X3, W3 = rand(1, 2, 4, 4, 4), rand(3, 2, 2, 2, 2)
 DW, PW = rand(8, 1, 3, 3), rand(5, 8, 1, 1)
 
 
-def quantized(t: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
+# torch announces the end of the one and the youth of the other.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    QUANTIZED_X, QUANTIZED_W, QUANTIZED_WT = (
+        torch.quantize_per_tensor(t, 0.1, 0, torch.qint8) for t in (X, W, WT)
+    )
+    NESTED = torch.nested.nested_tensor([X[0], X[1]])
 
 
 def composed(
@@ -120,9 +124,9 @@ MISTAKES: dict[str, Case] = {
     "input: sparse": conv2d("input", "sparse_coo", "to_dense", x=X.to_sparse()),
     "weight: sparse": conv2d("weight", "sparse_coo", "to_dense", w=W.to_sparse()),
     "bias: sparse": conv2d("bias", "sparse_coo", b=B.to_sparse()),
-    "input: nested": conv2d("input", "nested", x=torch.nested.nested_tensor([X[0], X[1]])),
-    "quantized": conv2d("input", "qint8", x=quantized(X), w=quantized(W)),
-    "transposed: quantized": transposed("input", "qint8", x=quantized(X), w=quantized(WT)),
+    "input: nested": conv2d("input", "nested", x=NESTED),
+    "quantized": conv2d("input", "qint8", x=QUANTIZED_X, w=QUANTIZED_W),
+    "transposed: quantized": transposed("input", "qint8", x=QUANTIZED_X, w=QUANTIZED_WT),
     "transposed: sparse": transposed("weight", "sparse_coo", w=WT.to_sparse()),
     # Element types.
     "bool": conv2d("input", "torch.bool", x=X.bool(), w=W.bool()),
@@ -362,6 +366,7 @@ ACCEPTED: dict[str, Case] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using padding=.same.")
 @pytest.mark.parametrize("case", ACCEPTED.values(), ids=ACCEPTED)
 def test_an_argument_that_torch_accepts_is_refused_or_misread(case: Case) -> None:
     expected = namesake(case.function)(*case.args, **case.kwargs)
@@ -659,11 +664,11 @@ def _hidden_from_torch(case: Case) -> bool:
     return x.numel() == 0 or 0 in weight.shape or np.min(case.kwargs["dilation"]) == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_torch_and_jitconv_disagree_on_a_random_call(seed: int) -> None:
     rng = random.Random(seed)
     accepted = 0
-    for _ in range(500):
+    for _ in range(250):
         case = random_call(rng)
         theirs = raised(getattr(F, case.function), *case.args, **case.kwargs)
         ours = raised(getattr(jitconv, case.function), *case.args, **case.kwargs)
@@ -676,4 +681,4 @@ def test_torch_and_jitconv_disagree_on_a_random_call(seed: int) -> None:
             expected = getattr(F, case.function)(*case.args, **case.kwargs)
             actual = getattr(jitconv, case.function)(*case.args, **case.kwargs)
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    assert accepted > 100
+    assert accepted > 50

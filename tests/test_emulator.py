@@ -528,3 +528,69 @@ def test_every_schedule_finds_its_name_in_the_report() -> None:
     for schedule in (Schedule("random", "early", seed=9), Schedule("reversed", "late")):
         with pytest.raises(EmulationError, match=f"schedule {schedule.order}.*{schedule.landing}"):
             run("a.y[t + 1] = 0;", schedules=[schedule])
+
+
+# ---- Races on shared memory -----------------------------------------------------------------
+
+
+def raced(body: str, *expected: str, **options) -> None:
+    refused(body, "race at shared memory", *expected, races=True, **options)
+
+
+def test_race_that_every_schedule_hides() -> None:
+    # The same value from every thread: no order of the threads makes a difference.
+    body = "shared[0] = 1;\na.y[t] = shared[0];"
+    run(body)
+    raced(body, "write by thread 0 at written.cu:1", "by thread 1 at written.cu:1")
+
+
+def test_race_between_read_and_write() -> None:
+    raced(
+        "shared[t] = 1; __syncthreads();\na.y[t] = shared[t ^ 1];\nshared[t] = 2;",
+        "shared memory + 0",
+        "write by thread 0 at written.cu:3",
+        "read by thread 1 at written.cu:2",
+    )
+
+
+def test_race_with_one_of_many_readers() -> None:
+    body = "shared[t] = 1; __syncthreads(); a.y[t] = shared[0];\n{}\nif (t == 9) shared[0] = 2;"
+    raced(body.format("__syncwarp();"), "thread 9 at written.cu:3")
+    run(body.format("__syncthreads();"), races=True)
+
+
+def test_shuffle_taken_for_a_memory_barrier() -> None:
+    body = "shared[t] = a.x[t]; __shfl_sync(0xffffffffu, t, 0); a.y[t] = shared[t ^ 1];"
+    run(body)
+    raced(body)
+
+
+def test_race_of_neighbouring_halves() -> None:
+    body = "half_t* h = reinterpret_cast<half_t*>(shared); h[t] = half_t{{1}}; {} h[t {}] = half_t{{2}};"
+    run(body.format("", ""), races=True)
+    raced(body.format("", "^ 1"))
+    run(body.format("__syncthreads();", "^ 1"), races=True)
+
+
+def test_read_of_what_nobody_has_written() -> None:
+    # The value does not reach the result, so that only the reading itself shows.
+    body = "if (t % 2 == 0) shared[t] = 0; __syncthreads();\nvolatile float unused = shared[t];"
+    run(body)
+    refused(body, "shared memory + 4 has not been written yet", "thread 1 at written.cu:2", races=True)
+
+
+def test_race_with_a_copy_in_flight() -> None:
+    barrier_before_the_wait = "__syncthreads(); cp_async_wait_group<0>(); a.y[t] = shared[t ^ 1];"
+    raced(COPY + barrier_before_the_wait, "by an asynchronous copy of thread")
+    run(COPY + "cp_async_wait_group<0>(); __syncthreads(); a.y[t] = shared[t ^ 1];", races=True)
+    raced("shared[t ^ 1] = 0;" + COPY + "cp_async_wait_group<0>();", "by an asynchronous copy of thread")
+
+
+def test_race_with_a_bulk_copy_in_flight() -> None:
+    raced(bulk(f"if (t == 0) {{ {LOAD} }} a.y[t] = shared[t]; mbarrier_wait(barrier, 0);"), shared=264)
+    raced(bulk(f"shared[t] = 0; if (t == 0) {{ {LOAD} }} mbarrier_wait(barrier, 0);"), shared=264)
+
+
+def test_atomics_do_not_race() -> None:
+    body = "if (t == 0) shared[0] = 0; __syncthreads(); atomicAdd(shared, 1.0f); __syncthreads(); a.y[t] = shared[0];"
+    assert (run(body, races=True) == 64).all()

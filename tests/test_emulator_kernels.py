@@ -28,6 +28,11 @@ def test_synchronised_kernels_are_right_under_every_schedule(case) -> None:
     cases.assert_close(*case(every_schedule))
 
 
+@pytest.mark.parametrize("case", [cases.barriers, cases.named_barriers, cases.pipeline, cases.bulk])
+def test_synchronised_kernels_have_no_race(case) -> None:
+    cases.assert_close(*case(functools.partial(execute, races=True, schedules=ALL_SCHEDULES)))
+
+
 @pytest.mark.parametrize("case", [cases.barriers, cases.pipeline, cases.bulk])
 def test_the_fast_build_gives_the_same_bits(case) -> None:
     fast_results, _ = case(fast)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from jitconv import emulated, program
 from jitconv.emulate import ALL_SCHEDULES, execute
+from jitconv.families import KernelPlan
+from jitconv.render import Rendered, render
 from tests.kernels import Kernel, cases, load
-from tests.kernels.mutation import SYNCHRONISING, mutations, survivors
+from tests.kernels.mutation import SYNCHRONISING, mutants, mutations, notices, survivors
+from tests.strategies import Case, assert_matches, layer_norm, make_tensor, pool
 
 pytestmark = pytest.mark.compiler
 
@@ -63,3 +69,48 @@ def test_mutations_remove_statements_only() -> None:
         (3, "__syncthreads();", "    ;  // why"),
         (4, "jitconv::cp_async_wait_group<STAGES - 2>();", "    if (a) { ; b(); }"),
     ]
+
+
+# ---- The generated kernels ------------------------------------------------------------------------------------------
+
+
+def _cases() -> Iterator[Case]:
+    for layout in ("contiguous", "channels_last"):
+        # Two slices of the reduction and more: each reuses the shared memory of the one before.
+        x = make_tensor((2, 17, 9, 10), layout=layout)
+        yield Case("conv2d", x, (make_tensor((20, 17, 3, 3), scale=0.2),))
+        yield Case("conv_transpose2d", x, (make_tensor((17, 20, 3, 3), scale=0.2),), (None,), {"stride": 2})
+        weights = (make_tensor((17, 1, 3, 3), scale=0.3), make_tensor((9, 17, 1, 1), scale=0.3))
+        yield Case("depthwise_separable_conv2d", x, weights, (None, None))
+    for width in (20, 300):  # a row for part of a warp, a row for the block
+        x = make_tensor((2, 2, 4, width))
+        yield Case("conv2d", x, (make_tensor((3, 2, 1, 1)),), chain=(layer_norm(width), pool("avg", 2)))
+
+
+@pytest.mark.slow
+def test_every_barrier_of_the_generated_kernels_is_needed_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    unnoticed: dict[str, bool] = {}
+    for case in _cases():
+        for kernel in [render(step.kernel) for step in program.build(case.call()).launches]:
+            files = [kernel.name, *(name for name in kernel.headers if name.startswith("device/"))]
+            for statement, mutant in itertools.chain(*(mutants(kernel, file) for file in files)):
+                if unnoticed.get(statement, True):
+                    unnoticed[statement] = not _noticed(case, kernel, mutant, monkeypatch)
+    assert len(unnoticed) > 5
+    # Some functions of the vocabulary no kernel here calls; test_every_removed_synchronisation_is_noticed has them.
+    ours = {statement for statement in unnoticed if not statement.startswith("device/warp.cuh")}
+    assert [statement for statement in sorted(ours) if unnoticed[statement]] == []
+
+
+def _noticed(case: Case, kernel: Rendered, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    def rendered(plan: KernelPlan) -> Any:
+        original = render(plan)
+        return mutant if original.name == kernel.name else original
+
+    def check(races: bool) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "render", rendered)
+            patch.setattr(emulated.emulate, "execute", functools.partial(execute, races=races))
+            assert_matches(case, emulated.run(case.call(), schedules=ALL_SCHEDULES))
+
+    return notices(lambda: check(races=False)) or notices(lambda: check(races=True))

@@ -5,6 +5,7 @@ What is expected is written here in eager torch, step by step, not taken from ji
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import jitconv
 from jitconv import epilogue as E
 from jitconv import functional, program
+
+# Some of torch's own decompositions are still scripted.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -302,6 +307,18 @@ def test_a_kernel_is_asked_for_what_it_cannot_read() -> None:
     assert _reason(x, w, epilogue=[E.add(negated[:, :1, 2:, 2:])]) == "lazily negated tensor"
 
 
+def test_a_kernel_drops_the_tangent_of_forward_mode_differentiation() -> None:
+    x, w, _ = tensors("conv2d")
+    with forward_ad.dual_level():
+        assert _reason(x, w) is None
+        assert _reason(forward_ad.make_dual(x, x), w) == "forward-mode differentiation"
+        assert _reason(x, w, epilogue=[E.add(forward_ad.make_dual(x[0, 0, 0, 0], x[0, 0, 0, 0]))]) is not None
+        y = jitconv.conv2d(forward_ad.make_dual(x, 2 * x), w, epilogue=[E.mul(3.0)])
+        close(forward_ad.unpack_dual(y).tangent, 6 * F.conv2d(x, w))
+    (_, tangent) = torch.func.jvp(lambda x: jitconv.conv2d(x, w, epilogue=[E.tanh()]), (x,), (x,))
+    close(tangent, torch.func.jvp(lambda x: F.conv2d(x, w).tanh(), (x,), (x,))[1])
+
+
 @pytest.mark.parametrize(
     ("shape", "padding"),
     [((0, 4, 6, 7), 1), ((2, 4, 1, 1), 1), ((0, 4, 0, 7), 0)],
@@ -369,8 +386,8 @@ def test_an_argument_is_changed_by_the_call() -> None:
     steps = [E.add(residual), E.relu(), E.hardswish(), E.mul(E.CONV)]
     y = jitconv.conv2d(x, w, b, epilogue=steps)
     assert len(steps) == 4
-    for tensor, (copy, version) in zip(given, before, strict=True):
-        assert torch.equal(tensor, copy)
+    for tensor, (value, version) in zip(given, before, strict=True):
+        assert torch.equal(tensor, value)
         assert tensor._version == version
         assert tensor.data_ptr() != y.data_ptr()
 
@@ -381,6 +398,14 @@ def test_a_pointwise_convolution_that_changes_nothing_returns_its_input(chain: l
     y = jitconv.conv2d(x, torch.ones(1, 1, 1, 1), epilogue=chain)
     y.zero_()
     assert x.abs().sum() > 0
+
+
+def test_a_copied_chain_gives_another_result() -> None:
+    x, w, b = tensors("conv2d")
+    chain = [E.clamp(b, 1.0), E.clamp(-0.5, 0.5), E.mul(E.CONV), E.layer_norm(5), E.max_pool(2), E.minimum(b)]
+    expected = jitconv.conv2d(x, w, b, epilogue=chain)
+    close(jitconv.conv2d(x, w, b, epilogue=copy.deepcopy(chain)), expected)
+    close(jitconv.conv2d(x, w, b, epilogue=[copy.copy(step) for step in chain]), expected)
 
 
 def test_a_generator_of_steps_is_used_up_by_the_checks() -> None:

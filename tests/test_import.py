@@ -63,16 +63,24 @@ print(json.dumps({{
 
 @imports
 def test_import_adds_less_than_150_ms_to_torch(statement: str) -> None:
-    # CPU time of the process and a median: a busy machine does not make it longer.
-    script = f"""
-import time
+    # CPU time of a process and a median: a busy machine does not make it longer. Forks of one
+    # process that has imported torch, because that takes far longer than what is measured.
+    printed = run_python(f"""
+import os, time
 import torch
-start = time.process_time()
-{statement}
-print(time.process_time() - start)
-"""
-    seconds = statistics.median(float(run_python(script)) for _ in range(3))
-    assert seconds < 0.150
+
+for _ in range(3):
+    if os.fork() == 0:
+        start = time.process_time()
+        {statement}
+        print(time.process_time() - start, flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    assert status == 0
+""")
+    seconds = [float(line) for line in printed.splitlines()]
+    assert len(seconds) == 3
+    assert statistics.median(seconds) < 0.150
 
 
 @imports

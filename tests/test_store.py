@@ -140,6 +140,15 @@ def test_unreadable_content_is_corrupt_rather_than_a_crash(payload):
         decode("k", payload)
 
 
+def test_a_source_beyond_the_bound_is_neither_written_nor_unpacked(monkeypatch):
+    payload = encode("k", Entry(b"", "x" * 101))
+    monkeypatch.setattr(entry_module, "MAX_SOURCE_BYTES", 100)
+    with pytest.raises(CorruptEntryError, match="101 bytes"):
+        decode("k", payload)
+    with pytest.raises(ValueError, match="at most 100"):
+        encode("k", Entry(b"", "x" * 101))
+
+
 @pytest.mark.parametrize("metadata", [{"a": float("nan")}, {"a": float("inf")}])
 def test_metadata_that_json_cannot_say_is_refused_before_the_disk(store, metadata):
     with pytest.raises(ValueError, match="JSON"):

@@ -368,6 +368,17 @@ def test_a_lock_of_another_process_bounds_every_call(locking_mode, opened_before
     assert stats().store_errors >= 1
 
 
+def test_a_failure_that_lasts_is_warned_of_once_and_counted_each_time(tmp_path, monkeypatch):
+    def locked(_: Store) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(Store, "_open_database", locked)
+    store = Store(tmp_path / "kernels")
+    assert len(warned(lambda: [store.get("k") for _ in range(3)])) == 1
+    assert stats().store_errors == 3
+
+
 def test_a_thread_that_holds_the_store_bounds_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "CALL_DEADLINE_S", 0.2)
     store = Store(tmp_path / "kernels")

@@ -150,7 +150,7 @@ def test_every_architecture_compiles_and_reports_its_resources(arch):
     assert compiled.resources.static_shared == 32 * 4
     assert compiled.resources.barriers == 1
     assert not compiled.resources.spills
-    assert compiled.nvrtc_version >= (12, 9)
+    assert compiled.nvrtc_version >= (12, 8)
     assert compiled.milliseconds > 0
 
 
@@ -181,7 +181,7 @@ ptxas info    : Compiling entry function 'other' for 'sm_80'
 ptxas info    : Function properties for other
     512 bytes stack frame, 512 bytes spill stores, 512 bytes spill loads
 ptxas info    : Used 255 registers
-"""  # noqa: E501
+"""
     resources = parse_resources(log, "kernel")
     assert (resources.registers, resources.barriers) == (40, 2)
     assert (resources.stack_bytes, resources.spill_stores, resources.spill_loads) == (24, 4, 12)
@@ -525,7 +525,7 @@ def test_installing_the_extra_helps_a_running_process(install):
 
 def test_an_nvrtc_before_12_9_is_refused(install):
     install(FakeNVRTC((12, 6)), "12.9.0")
-    with pytest.raises(NVRTCVersionError, match=f"NVRTC 12.6 .*12.9 or newer.*{REMEDY}"):
+    with pytest.raises(NVRTCVersionError, match=f"NVRTC 12.6 .*12.8 or newer.*{REMEDY}"):
         build()
 
 
@@ -593,3 +593,20 @@ def test_importing_the_toolchain_loads_no_cuda_library():
     )
     root = Path(toolchain.__file__).parents[1]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+def test_the_drivers_compile_cache_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its hits have an empty log, in which neither spills nor serialised wgmma would show.
+    from cuda.bindings import nvrtc
+
+    seen: list[list[bytes]] = []
+    compile_program = nvrtc.nvrtcCompileProgram
+
+    def recording(program: object, count: int, options: list[bytes]) -> object:
+        seen.append(options)
+        return compile_program(program, count, options)
+
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", recording)
+    compile_cubin(SOURCE, name="kernel", arch="sm_90a", headers=HEADERS)
+    compile_ptx(SOURCE, name="kernel", arch="sm_90a", headers=HEADERS)
+    assert [b"--no-cache" in options for options in seen] == [True, True]

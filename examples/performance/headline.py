@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,14 +105,16 @@ class Row:
 
 def at_precision(setting: str, function: Function) -> Function:
     def run(*arguments: Tensor) -> Tensor:
+        # All three: cuDNN asks the first, Inductor's templates the others.
         torch.backends.cudnn.conv.fp32_precision = setting
+        torch.backends.cudnn.fp32_precision = setting
+        torch.backends.cuda.matmul.fp32_precision = setting
         return function(*arguments)
 
     return run
 
 
 def measure(work: Workload) -> list[Row]:
-    # Inductor looks at the setting when it compiles, so each precision has a compilation of its own.
     x, *rest = work.arguments
     last = channels_last(x)
     functions: dict[str, tuple[Function, Tensor]] = {"jitconv": (work.fused, x)}
@@ -119,10 +122,11 @@ def measure(work: Workload) -> list[Row]:
         functions[f"eager {setting}"] = (at_precision(setting, work.torch), x)
         functions[f"eager channels_last {setting}"] = (at_precision(setting, work.torch), last)
         for mode in ("default", "max-autotune-no-cudagraphs"):
-            torch._dynamo.reset()
-            compiled = torch.compile(work.torch, mode=mode, dynamic=False)
-            function = at_precision(setting, compiled)
-            function(x, *rest)
+            # torch.compile keeps its results by code object: without one of its own, a candidate could be served
+            # the kernel that was compiled for the other precision.
+            code = work.torch.__code__.replace(co_name=f"{mode}_{setting}".replace("-", "_"))
+            own = types.FunctionType(code, work.torch.__globals__, closure=work.torch.__closure__)
+            function = at_precision(setting, torch.compile(own, mode=mode, dynamic=False))
             functions[f"torch.compile {mode.removesuffix('-no-cudagraphs')} {setting}"] = (function, x)
     expected = work.torch(*(t.double() for t in work.arguments))
     quality = {name: quality_of(function, (first, *rest), expected) for name, (function, first) in functions.items()}
@@ -167,9 +171,8 @@ def table(work: Workload, rows: list[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        lines.append(
-            f"| {row.candidate} | {row.timing} | {row.timing.median / ours:.2f} | {row.error:.1e} | {row.extra_mib:.0f} |"
-        )
+        speedup = row.timing.median / ours
+        lines.append(f"| {row.candidate} | {row.timing} | {speedup:.2f} | {row.error:.1e} | {row.extra_mib:.0f} |")
     return "\n".join(lines)
 
 

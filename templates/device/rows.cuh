@@ -24,16 +24,21 @@ struct MaximumPool {
     __device__ __forceinline__ float result() const { return maximum; }
 };
 
+// The mean in two parts: the sum of both has more digits than a float.
 struct Moments {
-    float mean, reciprocal_deviation;
+    float mean, correction, reciprocal_deviation;
+
+    __device__ __forceinline__ float normalise(float value) const {
+        return ((value - mean) - correction) * reciprocal_deviation;
+    }
 };
 
 // Mean and 1 / sqrt(variance + eps) of one row of WIDTH values held by LANES threads, of which this one holds
 // value(i) at w = lane + i * LANES. `sum_lanes(v)` adds v over the lanes of the row.
 //
 // Two passes, the second corrected by its own residual (Chan, Golub and LeVeque, Algorithms for Computing the
-// Sample Variance, 1983): the variance is that of centred values, never E[x^2] - E[x]^2, and the mean of a row such
-// as 1e4 + noise loses nothing to the rounding of the first sum.
+// Sample Variance, 1983): the variance is that of centred values, never E[x^2] - E[x]^2. The residual also corrects
+// the mean: a row such as 1e4 + noise loses nothing to the rounding of its mean to a float.
 template <int WIDTH, int LANES, class Value, class SumLanes>
 __device__ __forceinline__ Moments row_moments(int lane, float eps, const Value& value, const SumLanes& sum_lanes) {
     constexpr int VALUES = (WIDTH + LANES - 1) / LANES;
@@ -56,7 +61,7 @@ __device__ __forceinline__ Moments row_moments(int lane, float eps, const Value&
     squares = sum_lanes(squares);
     const float correction = residual / WIDTH;
     const float variance = fmaxf((squares - residual * correction) / WIDTH, 0.0f);
-    return {mean + correction, 1.0f / sqrtf(variance + eps)};
+    return {mean, correction, 1.0f / sqrtf(variance + eps)};
 }
 
 }  // namespace jitconv

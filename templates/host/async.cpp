@@ -13,6 +13,7 @@
 
 #include "host/block.h"
 #include "host/buffers.h"
+#include "host/races.h"
 #include "host/report.h"
 
 namespace jitconv::host {
@@ -31,6 +32,7 @@ struct Copy {
 struct BulkLoad {
     Copy copy;
     uint64_t* barrier;
+    Clock clock;  // when it was issued
 };
 
 struct BulkStore {
@@ -66,6 +68,7 @@ struct MBarrier {
     unsigned parity = 0;   // of the phase that runs
     bool visible = false;  // to the async proxy: fenced since its initialisation
     std::vector<int> waiting;
+    Clock clock;
 };
 
 // What the 8 bytes of an initialised mbarrier hold, so that a stray write to it is noticed.
@@ -169,6 +172,7 @@ void land_load(const BulkLoad& load) {
     }
     MBarrier& barrier = find(load.barrier, "cp.async.bulk to shared memory", load.copy.here);
     barrier.bytes -= load.copy.bytes;
+    clock_join(barrier.clock, load.clock);
     complete_phase_if_due(barrier);
 }
 
@@ -177,6 +181,7 @@ void land_store(const BulkStore& store) {
         fail(text("cp.async.bulk to global memory: its source was overwritten before the wait for it (issued at %s)",
                   place(store.copy.here).c_str()));
     }
+    races_read(store.copy.source, store.copy.bytes, 0);
     land(store.copy);
 }
 
@@ -201,6 +206,7 @@ void asynchronous_copy(void* shared, const void* source, int bytes, const Here& 
         require_global(source, size, "cp.async", here);
     }
     const Copy copy = {shared, source, size, here};
+    races_write(shared, size, 0);
     if (lands_late()) {
         copies[block.current].open.push_back(copy);
     } else {
@@ -211,7 +217,11 @@ void asynchronous_copy(void* shared, const void* source, int bytes, const Here& 
 void asynchronous_copy_commit() { copies[block.current].commit(); }
 
 void asynchronous_copy_wait(int groups_left) {
-    copies[block.current].land_until(static_cast<size_t>(groups_left), land);
+    copies[block.current].land_until(static_cast<size_t>(groups_left), [](const Copy& copy) {
+        // It may have been written at any time since it was issued.
+        races_write(copy.destination, copy.bytes, 0);
+        land(copy);
+    });
 }
 
 // ---- mbarriers -----------------------------------------------------------------------------------------------------
@@ -227,7 +237,7 @@ void mbarrier_init(uint64_t* barrier, unsigned arrivals, const Here& here) {
                   place(here).c_str()));
     }
     *barrier = MBARRIER_COOKIE;
-    mbarriers[barrier] = {arrivals, arrivals, 0, 0, false, {}};
+    mbarriers[barrier] = {arrivals, arrivals, 0, 0, false, {}, {}};
 }
 
 void mbarrier_init_fence() {
@@ -244,6 +254,7 @@ void mbarrier_arrive(uint64_t* barrier, unsigned expected_bytes, const Here& her
     }
     state.bytes += expected_bytes;
     state.pending -= 1;
+    clock_release(block.current, state.clock);
     complete_phase_if_due(state);
 }
 
@@ -258,6 +269,7 @@ void mbarrier_wait(uint64_t* barrier, unsigned parity, const Here& here) {
         mark_waiting(here, describe_mbarrier);
         give_way();
     }
+    clock_acquire(block.current, mbarriers[barrier].clock);
 }
 
 // ---- cp.async.bulk -------------------------------------------------------------------------------------------------
@@ -276,7 +288,9 @@ void bulk_load(void* shared, const void* source, unsigned bytes, uint64_t* barri
         fail(text("%s: no fence_mbarrier_init() since the %s was initialised (%s)", what, name(barrier).c_str(),
                   place(here).c_str()));
     }
-    const BulkLoad load = {{shared, source, bytes, here}, barrier};
+    BulkLoad load = {{shared, source, bytes, here}, barrier, {}};
+    races_write(shared, bytes, 0);
+    clock_release(block.current, load.clock);
     if (lands_late()) {
         loads.push_back(load);
     } else {
@@ -288,6 +302,7 @@ void bulk_store(void* destination, const void* shared, unsigned bytes, const Her
     const char* what = "cp.async.bulk to global memory";
     require_bulk(shared, destination, bytes, what, here);
     const Copy copy = {destination, shared, bytes, here};
+    races_read(shared, bytes, 0);
     if (!lands_late()) {
         land(copy);
         return;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "host/block.h"
+#include "host/races.h"
 #include "host/report.h"
 
 namespace jitconv::host {
@@ -17,6 +18,7 @@ struct Barrier {
     int threads = 0;  // how many it takes
     int arrived = 0;
     std::vector<int> waiting;
+    Clock clock;
 };
 
 Barrier barriers[NAMED_BARRIERS];
@@ -47,15 +49,18 @@ void require_one_place(const Barrier& barrier) {
 
 void release(Barrier& barrier) {
     for (const int thread : barrier.waiting) {
+        clock_acquire(thread, barrier.clock);
         make_ready(thread);
     }
     barrier.waiting.clear();
+    barrier.clock.clear();
     barrier.arrived = 0;
 }
 
 void arrive(Barrier& barrier, int threads) {
     barrier.threads = threads;
     barrier.arrived += 1;
+    clock_release(block.current, barrier.clock);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "host/platform.h"
+#include "host/races.h"
 #include "host/report.h"
 
 uint3 threadIdx;
@@ -116,6 +117,7 @@ void create_threads() {
 void run_block() {
     fill_poison(block.shared, block.shared_bytes, block.schedule->poison);
     asynchronous_begin_block();
+    races_begin_block();
     for (int i = 0; i < block.threads; ++i) {
         block.thread[i].exited = false;
         make_ready(i);

@@ -42,8 +42,8 @@ struct Kernel {
 struct Thread {
     Fiber fiber;
     bool exited = false;
-    Here here = {nullptr, 0};                            // where it waits
-    std::string (*waits_for)(int thread) = nullptr;      // what it waits for, in words; null: it can run
+    Here here = {nullptr, 0};                        // where it waits
+    std::string (*waits_for)(int thread) = nullptr;  // what it waits for, in words; null: it can run
 };
 
 struct Block {

@@ -19,6 +19,7 @@
 #include "host/block.h"
 #include "host/buffers.h"
 #include "host/main.h"
+#include "host/races.h"
 #include "host/report.h"
 
 #if defined(JITCONV_ASAN)
@@ -257,7 +258,8 @@ std::string describe_address(const void* pointer) {
     return result;
 }
 
-int run_job(void (*invoke)(const void*), size_t argument_bytes) {
+int run_job(void (*invoke)(const void*), size_t argument_bytes, bool races) {
+    races_enabled = races;
     Job job;
     read_job(job, argument_bytes);
     global_buffers = &job.buffers;

@@ -8,8 +8,9 @@
 
 namespace jitconv::host {
 
-// Reads a job from stdin, runs it under each of its schedules, writes the buffers to stdout.
-int run_job(void (*invoke)(const void* arguments), size_t argument_bytes);
+// Reads a job from stdin, runs it under each of its schedules, writes the buffers to stdout. `races`: the kernel
+// reports its accesses to memory.
+int run_job(void (*invoke)(const void* arguments), size_t argument_bytes, bool races);
 
 template <class Arguments, void (*KERNEL)(Arguments)>
 void invoke(const void* bytes) {
@@ -29,8 +30,13 @@ struct Parameter<void(Arguments)> {
 
 }  // namespace jitconv::host
 
+#if !defined(JITCONV_RACES)
+#define JITCONV_RACES false
+#endif
+
 #define JITCONV_MAIN(KERNEL)                                                                               \
     int main() {                                                                                           \
         using Arguments = jitconv::host::Parameter<decltype(KERNEL)>::type;                                \
-        return jitconv::host::run_job(&jitconv::host::invoke<Arguments, &KERNEL>, sizeof(Arguments));      \
+        return jitconv::host::run_job(&jitconv::host::invoke<Arguments, &KERNEL>, sizeof(Arguments),       \
+                                      JITCONV_RACES);                                                      \
     }

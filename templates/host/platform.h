@@ -167,43 +167,49 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
-#define JITCONV_ATOMICS(T)                                                                                 \
-    inline T atomicExch(T* address, T value) {                                                             \
-        const T old = *address;                                                                            \
-        *address = value;                                                                                  \
-        return old;                                                                                        \
-    }                                                                                                      \
-    inline T atomicAdd(T* address, T value) { return atomicExch(address, static_cast<T>(*address + value)); }
+namespace jitconv::host {
 
+// An atomic never races with another: the compiler must not report it as an ordinary read and write.
+template <class T, class Update>
+__attribute__((noinline, no_sanitize("thread"))) T atomic_update(T* address, Update update) {
+    const T old = *address;
+    *address = update(old);
+    return old;
+}
+
+// As on the device, signed sums wrap.
+inline int wrapping_sum(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }
+template <class T>
+inline T wrapping_sum(T a, T b) {
+    return a + b;
+}
+
+}  // namespace jitconv::host
+
+#define JITCONV_ATOMIC(T, NAME, RESULT)                                                                    \
+    inline T NAME(T* address, T value) {                                                                   \
+        return jitconv::host::atomic_update(address, [value]([[maybe_unused]] T old) { return RESULT; });  \
+    }
+#define JITCONV_ATOMICS(T)                                                                                 \
+    JITCONV_ATOMIC(T, atomicExch, value)                                                                   \
+    JITCONV_ATOMIC(T, atomicAdd, jitconv::host::wrapping_sum(old, value))
 #define JITCONV_INTEGER_ATOMICS(T)                                                                         \
     JITCONV_ATOMICS(T)                                                                                     \
-    inline T atomicMax(T* address, T value) { return atomicExch(address, *address > value ? *address : value); } \
-    inline T atomicMin(T* address, T value) { return atomicExch(address, *address < value ? *address : value); } \
+    JITCONV_ATOMIC(T, atomicMax, (old > value ? old : value))                                              \
+    JITCONV_ATOMIC(T, atomicMin, (old < value ? old : value))                                              \
     inline T atomicCAS(T* address, T compare, T value) {                                                   \
-        return atomicExch(address, *address == compare ? value : *address);                                \
+        return jitconv::host::atomic_update(                                                               \
+            address, [compare, value](T old) { return old == compare ? value : old; });                    \
     }
 
 JITCONV_ATOMICS(float)
+JITCONV_INTEGER_ATOMICS(int)
 JITCONV_INTEGER_ATOMICS(unsigned)
 JITCONV_INTEGER_ATOMICS(unsigned long long)
 JITCONV_INTEGER_ATOMICS(unsigned long)  // uint64_t, which is unsigned long long on the device
 #undef JITCONV_INTEGER_ATOMICS
 #undef JITCONV_ATOMICS
-
-// Signed sums wrap on the device; go through unsigned so that they wrap here too.
-inline int atomicExch(int* address, int value) {
-    const int old = *address;
-    *address = value;
-    return old;
-}
-inline int atomicAdd(int* address, int value) {
-    return atomicExch(address, static_cast<int>(static_cast<unsigned>(*address) + static_cast<unsigned>(value)));
-}
-inline int atomicMax(int* address, int value) { return atomicExch(address, max(*address, value)); }
-inline int atomicMin(int* address, int value) { return atomicExch(address, min(*address, value)); }
-inline int atomicCAS(int* address, int compare, int value) {
-    return atomicExch(address, *address == compare ? value : *address);
-}
+#undef JITCONV_ATOMIC
 
 // ---- Barriers ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "host/block.h"
+#include "host/races.h"
 #include "host/report.h"
 
 namespace jitconv::host {
@@ -68,9 +69,27 @@ uint64_t shuffled(int first, int lane) {
     return posts[first + post.source].value;
 }
 
+// __syncwarp orders the memory accesses of its lanes; shuffles and votes do not.
+void order_lanes(int first, unsigned mask) {
+    Clock clock;
+    for (int lane = 0; lane < WARP; ++lane) {
+        if (in_mask(mask, lane)) {
+            clock_release(first + lane, clock);
+        }
+    }
+    for (int lane = 0; lane < WARP; ++lane) {
+        if (in_mask(mask, lane)) {
+            clock_acquire(first + lane, clock);
+        }
+    }
+}
+
 void complete(int first, const Post& post) {
     const unsigned mask = post.mask;
     const WarpOperation operation = post.operation;
+    if (operation == WarpOperation::sync) {
+        order_lanes(first, mask);
+    }
     for (int lane = 0; lane < WARP; ++lane) {
         if (!in_mask(mask, lane)) {
             continue;
