@@ -26,7 +26,7 @@ def run(
     Outputs and workspaces start as NaN, so that an element that no thread writes shows. Raises EmulationError for
     what a sanitizer or a schedule finds, EmulatorUnavailableError without a C++ compiler.
     """
-    built = program.build(call)
+    built = program.build(call, program.EMULATED_ARCH)
     tensors, numbers = call.tensors(), call.numbers()
     for step in built.launches:
         out = torch.full(step.shape, torch.nan, dtype=step.dtype)

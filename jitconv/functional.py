@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from jitconv import epilogue as E
 from jitconv import reference, validation
-from jitconv.problem import DTYPES
+from jitconv.problem import DTYPES, PRECISIONS
 from jitconv.program import Call, output_format
 from jitconv.stats import count
 
@@ -29,9 +29,6 @@ __all__ = [
 Ints = int | Sequence[int]
 Steps = Iterable[E.Step] | E.Step | None
 
-#: What ``precision=`` accepts besides None: the most error that the caller allows in float32. Generated kernels
-#: compute in fp32 FFMA whatever is allowed, which satisfies both settings.
-PRECISIONS = ("ieee", "tf32")
 
 _log = logging.getLogger("jitconv")
 
@@ -92,8 +89,8 @@ def conv2d(
         groups: must divide C and K.
         padding_mode: ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``.
         epilogue: steps of :mod:`jitconv.epilogue`, applied in order.
-        precision: the most error allowed in float32: ``'ieee'``, ``'tf32'``, or None for torch's own setting
-            (``torch.backends.cudnn.conv.fp32_precision``). Kernels of this release are exact to fp32 at each.
+        precision: how float32 is multiplied where tensor cores serve the call (forward convolutions, sm_80 and up):
+            ``'tf32'`` one TF32 product, ``'tf32x3'`` three of fp32 accuracy; ``'ieee'`` or None in fp32 throughout.
 
     Returns:
         ``[N, K, oH, oW]`` (or what the epilogue makes of it) in the dtype of ``input``, rounded once at the end;
@@ -349,6 +346,7 @@ def convolution_call(
         between=(),
         epilogue=chain,
         memory_format=output_format(x, (weight,)),
+        precision=precision or "ieee",
     )
     return call, not batched
 
@@ -396,6 +394,7 @@ def separable_call(
         between=chain,
         epilogue=_chain(function, x, epilogue, "epilogue"),
         memory_format=output_format(batch, (dw_weight, pw_weight)),
+        precision=precision or "ieee",
     )
     return call, not batched
 
@@ -515,7 +514,7 @@ def replaced(call: Call, tensors: Iterable[Tensor]) -> Call:
     }
     return Call(
         call.function, call.operator, x, weights, biases, call.geometry,
-        chains["prologue"], chains["between"], chains["epilogue"], call.memory_format,
+        chains["prologue"], chains["between"], chains["epilogue"], call.memory_format, call.precision,
     )  # fmt: skip
 
 

@@ -312,7 +312,7 @@ def inspect_call(call: Call, title: str, arch: str | None) -> Inspection:
     problem, workspace = None, 0
     dtype = str(call.x.dtype).removeprefix("torch.")
     if dtype in DTYPES:
-        built = program.build(call)
+        built = program.build(call, exact)
         problem, shape, workspace = built.problem, built.shape, built.workspace_bytes
         kernels = tuple(
             KernelInspection(i, step, exact, key_of(step.kernel, exact)) for i, step in enumerate(built.launches)

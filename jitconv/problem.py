@@ -24,8 +24,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 PADDING_MODES = ("zeros", "replicate", "reflect", "circular")
 
-#: Precisions of float32: the most error allowed (16-bit types are computed in fp32 always).
-PRECISIONS = ("ieee", "tf32")
+#: How float32 is multiplied: ``ieee`` in fp32, ``tf32x3`` as three TF32 products of fp32 accuracy, ``tf32`` as one.
+PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 MEMORY_FORMATS = ("channels_first", "channels_last")
 

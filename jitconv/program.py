@@ -235,7 +235,7 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         dtype=str(x.dtype).removeprefix("torch."),
         memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
         x_memory_format="channels_last" if channels_last else "channels_first",
-        x_vector=channels_last and _vectors_of_channels(x, g.groups),
+        x_vector=channels_last and _on_tensor_cores(call) and _vectors_of_channels(x, g.groups),
         precision=call.precision if x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
@@ -248,6 +248,11 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         between=bound["between"].specs,
         epilogue=bound["epilogue"].specs,
     )
+
+
+def _on_tensor_cores(call: Call) -> bool:
+    """Whether tensor cores may serve the call: only their kernels read whole vectors of channels."""
+    return call.operator == "conv" and (call.x.dtype != torch.float32 or call.precision != "ieee")
 
 
 def _vectors_of_channels(x: Tensor, groups: int) -> bool:

@@ -76,8 +76,8 @@ def jobs_of(entries: Iterable[ManifestEntry], archs: Sequence[str]) -> list[Job]
 
     found: dict[str, Job] = {}
     for entry in entries:
-        for step in build(entry.call()).launches:
-            for arch in archs:
+        for arch in archs:
+            for step in build(entry.call(), arch).launches:
                 key = key_of(step.kernel, arch)
                 others = found[key].addresses if key in found else ()
                 addresses = tuple(dict.fromkeys((*others, entry.address)))

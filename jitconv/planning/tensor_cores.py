@@ -27,6 +27,8 @@ def choose_halo_tile(problem: Problem, arch: str) -> HaloTile | None:
         return None
     if problem.in_channels // problem.groups < _FEWEST_CHANNELS:
         return None
+    if problem.dtype == "float32" and problem.precision == "ieee":
+        return None
     limit = limits_of(arch).shared_block
     for tile in _candidates(problem):
         if conv_mma.shared_bytes(KernelPlan("conv_mma", problem, tile, 0, 0, problem.dtype, "float32")) <= limit:
@@ -70,4 +72,4 @@ def _math(problem: Problem) -> str:
         return "HALF"
     if problem.dtype == "bfloat16":
         return "BFLOAT16"
-    return "TF32" if problem.precision == "tf32" else "TF32X3"
+    return {"tf32": "TF32", "tf32x3": "TF32X3"}[problem.precision]

@@ -13,8 +13,8 @@ namespace jitconv {
 
 enum class PaddingMode { ZEROS, REPLICATE, REFLECT, CIRCULAR };
 
-// Maps coordinate `at` of an axis of `extent` into the axis. False: the element is a zero of the padding.
-// The host has checked that one reflection or one turn suffices.
+// Maps coordinate `at` of an axis of `extent` into the axis. False: the element is a zero of the padding, or lies
+// further out than any output reaches (the host has checked that one reflection or one turn suffices for those).
 template <PaddingMode MODE, class Index>
 __device__ __forceinline__ bool map_into(Index& at, Index extent) {
     if constexpr (MODE == PaddingMode::REPLICATE) {
@@ -23,10 +23,8 @@ __device__ __forceinline__ bool map_into(Index& at, Index extent) {
         at = at < 0 ? -at : (at >= extent ? 2 * (extent - 1) - at : at);
     } else if constexpr (MODE == PaddingMode::CIRCULAR) {
         at = at < 0 ? at + extent : (at >= extent ? at - extent : at);
-    } else {
-        return at >= 0 && at < extent;
     }
-    return true;
+    return at >= 0 && at < extent;
 }
 
 }  // namespace jitconv

@@ -1,0 +1,225 @@
+"""The tensor-core kernels in the emulator, against torch in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jitconv import emulate, emulated, program
+from jitconv import epilogue as E
+from jitconv.architectures import KNOWN, arch_number
+from jitconv.functional import convolution_call
+from jitconv.kernel_resources import Resources
+from jitconv.program import Call
+from jitconv.render import render
+from jitconv.toolchain import compile_cubin
+
+pytestmark = pytest.mark.compiler
+
+# One order of threads where arithmetic is tested: what another order would change, test_every_barrier_is_needed looks for.
+SCHEDULES = emulate.DEFAULT_SCHEDULES[2:]
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape))).to(dtype)
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (randn(*shape, seed=1) / math.prod(shape[1:]) ** 0.5).to(dtype)
+
+
+def call(x: Tensor, w: Tensor, b: Tensor | None, steps: Any = (), precision: str | None = None, **given: Any) -> Call:
+    parameters = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **given}
+    rank = x.dim() - 2
+    return convolution_call(f"conv{rank}d", rank, False, x, w, b, steps, precision, **parameters)[0]
+
+
+def run(c: Call, *families: str) -> Tensor:
+    """The emulated result, by tensor-core kernels (and then ``families``)."""
+    assert [step.kernel.family for step in program.build(c).launches] == ["pack_weights", "conv_mma", *families]
+    return emulated.run(c, schedules=SCHEDULES)
+
+
+def relative(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+def tf32(t: Tensor) -> Tensor:
+    """Rounded to 10 bits of mantissa, to nearest, ties away from zero."""
+    bits = t.view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+CASES: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+    "3d with odd extents": (randn(1, 5, 5, 7, 18), weight(9, 5, 3, 3, 3), {"padding": 1}),
+    "2d strided with uneven padding": (
+        randn(2, 19, 21, 33), weight(35, 19, 3, 3), {"stride": (2, 1), "padding": ((1, 0), (2, 1))},
+    ),
+    "2d rectangular and dilated": (randn(1, 8, 20, 40), weight(16, 8, 2, 5), {"dilation": (3, 2), "padding": 2}),
+    "1d long filter": (randn(1, 24, 700), weight(8, 24, 7), {"padding": 3}),
+    "pointwise, several products a chunk": (randn(2, 37, 9, 40), weight(50, 37, 1, 1), {}),
+    "groups that fill no tile": (randn(1, 12, 7, 35), weight(21, 4, 3, 3), {"groups": 3, "padding": 1}),
+    "more channels than a block": (randn(1, 10, 5, 20), weight(150, 10, 3, 3), {"padding": 1}),
+    "reflected": (randn(1, 6, 9, 17), weight(8, 6, 5, 5), {"padding": 2, "padding_mode": "reflect"}),
+    "circular": (randn(1, 6, 9, 17), weight(8, 6, 3, 3), {"padding": 1, "padding_mode": "circular"}),
+}  # fmt: skip
+
+
+def exact(x: Tensor, w: Tensor, b: Tensor | None, given: dict[str, Any]) -> Tensor:
+    given = dict(given)
+    pairs = given.pop("padding", 0)
+    mode = given.pop("padding_mode", "zeros")
+    rank = x.dim() - 2
+    pairs = [pairs] * rank if isinstance(pairs, int) else pairs
+    sides = [side for pair in reversed(pairs) for side in ((pair, pair) if isinstance(pair, int) else pair)]
+    x = F.pad(x.double(), sides, mode="constant" if mode == "zeros" else mode)
+    return CONV[rank](x, w.double(), None if b is None else b.double(), **given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tf32_is_the_product_of_rounded_operands(name: str) -> None:
+    x, w, given = CASES[name]
+    b = randn(w.shape[0])
+    y = run(call(x, w, b, [E.silu()], "tf32", **given))
+    # The operands are rounded to nearest and nothing else is lost: truncation would show as an error ten times this.
+    assert relative(y, F.silu(exact(tf32(x), tf32(w), b, given))) < 2e-6
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["3d with odd extents", "2d strided with uneven padding", "circular"])
+def test_three_products_are_as_exact_as_fp32(name: str) -> None:
+    x, w, given = CASES[name]
+    y = run(call(x, w, None, (), "tf32x3", **given))
+    assert relative(y, exact(x, w, None, given)) < 3e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "vectors of channels", "channels_last, unaligned"])
+def test_16_bit_types_are_rounded_once(dtype: torch.dtype, layout: str) -> None:
+    c = 21 if layout.endswith("unaligned") else 32
+    x, w, b = randn(2, c, 9, 20, dtype=dtype), weight(40, c, 3, 3, dtype=dtype), randn(40, dtype=dtype)
+    if layout != "contiguous":
+        x = x.contiguous(memory_format=torch.channels_last)
+    made = call(x, w, b, [E.mul(2.0)], padding=1)
+    assert program.build(made).problem.x_vector == (layout == "vectors of channels")
+    y = run(made)
+    assert y.is_contiguous(memory_format=made.memory_format)
+    expected = exact(x, w, b, {"padding": 1}) * 2
+    # Half a unit in the last place of the result, and what fp32 accumulation adds to that.
+    step = 2.0**-11 if dtype == torch.float16 else 2.0**-8
+    assert ((y.double() - expected).abs() <= step * expected.abs() + 1e-5).all()
+
+
+def test_a_view_that_straddles_vectors_is_read_element_by_element() -> None:
+    base = randn(1, 9, 20, 40, dtype=torch.float16)
+    x = base[..., 3:35].permute(0, 3, 1, 2)  # dense channels that start at an odd address
+    y = run(call(x, weight(8, 32, 3, 3, dtype=torch.float16), None))
+    assert relative(y, exact(x, weight(8, 32, 3, 3, dtype=torch.float16), None, {})) < 1e-3
+
+
+def test_what_follows_reads_the_same_workspace() -> None:
+    x, w, b = randn(2, 8, 9, 21), weight(5, 8, 3, 3), randn(5)
+    y = run(call(x, w, b, [E.gelu(), E.layer_norm(21), E.max_pool(3)], "tf32", padding=1), "layer_norm")
+    v = F.gelu(exact(tf32(x), tf32(w), b, {"padding": 1}))
+    assert relative(y, F.max_pool2d(F.layer_norm(v, (21,)), 3)) < 5e-6
+
+
+def test_the_prologue_comes_before_zero_padding() -> None:
+    x, w = randn(1, 8, 9, 17, dtype=torch.float16), weight(8, 8, 3, 3, dtype=torch.float16)
+    plain = call(x, w, None, padding=1)
+    made = Call(**{**plain.__dict__, "prologue": (E.add(1.0), E.relu())})
+    y = run(made)
+    expected = exact((x + 1).relu(), w, None, {"padding": 1})
+    assert relative(y, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (float("nan"), "x"), (float("inf"), "x"), (float("-inf"), "weight"), (float("nan"), "weight"),
+        (1e-38, "x"), (1e-42, "x"), (3e38, "x"), (1e-40, "weight"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_split_are_computed_in_fp32(value: float, where: str) -> None:
+    x, w = randn(1, 4, 6, 17), weight(3, 4, 3, 3)
+    if where == "x":
+        # A corner of the image holds nothing else, so its outputs depend on these values alone.
+        x[0, :, :3, :3] = value if math.isnan(value) or math.isinf(value) else value * (1 + x[0, :, :3, :3].abs() % 0.5)
+    else:
+        w[1] = value
+    y = run(call(x, w, None, (), "tf32x3"))
+    expected = exact(x, w, None, {})
+    scale = exact(x.abs(), w.abs(), None, {})
+    assert torch.equal(y.isnan(), expected.isnan())
+    finite = expected.isfinite() & (expected.abs() < 3.4e38)
+    # Relative to the sum of magnitudes, plus the smallest steps that fp32 has.
+    assert ((y.double() - expected).abs()[finite] <= 1e-6 * scale[finite] + 36 * 2.0**-149).all()
+
+
+def test_a_sample_does_not_depend_on_its_batch() -> None:
+    x, w = randn(3, 6, 8, 20), weight(7, 6, 3, 3)
+    whole = run(call(x, w, None, (), "tf32"))
+    for i in range(3):
+        assert torch.equal(run(call(x[i : i + 1], w, None, (), "tf32")), whole[i : i + 1])
+
+
+def test_sizes_and_numbers_compile_nothing_new() -> None:
+    w = weight(7, 6, 3, 3)
+
+    def kernels(*shape: int, factor: float = 1.0) -> list[Any]:
+        made = call(randn(*shape), w, None, [E.mul(factor)], "tf32")
+        return [step.kernel for step in program.build(made).launches]
+
+    assert kernels(1, 6, 8, 20) == kernels(5, 6, 100, 3, factor=2.0)
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_default_tiles_do_not_spill(arch: str) -> None:
+    made = {
+        "tf32": call(torch.empty(1, 64, 16, 16, 16, device="meta"), torch.empty(64, 64, 3, 3, 3, device="meta"), None),
+        "half": call(
+            torch.empty(1, 64, 64, 64, device="meta", dtype=torch.float16),
+            torch.empty(64, 64, 3, 3, device="meta", dtype=torch.float16), None,
+        ),
+    }  # fmt: skip
+    made["tf32"] = Call(**{**made["tf32"].__dict__, "precision": "tf32"})
+    for name, c in made.items():
+        families = []
+        for step in program.build(c, arch).launches:
+            families.append(step.kernel.family)
+            rendered = render(step.kernel)
+            compiled = compile_cubin(rendered.source, name=rendered.name, arch=arch, headers=rendered.headers)
+            resources: Resources = compiled.resources
+            # At most a few bytes, outside of the loop over taps.
+            assert resources.spill_stores <= 64, (name, resources)
+        expected = ["pack_weights", "conv_mma"] if arch_number(arch) >= 80 else ["conv"]
+        assert families == expected
+
+
+def test_every_barrier_is_needed() -> None:
+    made = call(randn(1, 20, 6, 17), weight(20, 20, 3, 3), None, (), "tf32")
+    expected = run(made)
+    kernel = render(program.build(made).launches[1].kernel)
+    header = kernel.headers["device/halo_gemm.cuh"]
+    lines = header.split("\n")
+    barriers = [i for i, line in enumerate(lines) if line.strip() == "__syncthreads();"]
+    assert len(barriers) == 2
+    for i in barriers:
+        text = "\n".join([*lines[:i], "", *lines[i + 1 :]])
+        with pytest.MonkeyPatch.context() as patch:
+            changed = type(kernel)(kernel.name, kernel.source, {**kernel.headers, "device/halo_gemm.cuh": text})
+            patch.setattr(
+                emulated, "render", lambda k, changed=changed: changed if k.family == "conv_mma" else render(k)
+            )
+            try:
+                wrong = not torch.equal(emulated.run(made), expected)
+            except emulate.EmulationError:
+                wrong = True
+        assert wrong, f"without the barrier of line {i + 1} nothing changes"
