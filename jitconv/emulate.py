@@ -65,11 +65,10 @@ _SANITIZED = (
     "-fno-omit-frame-pointer",
 )
 _FAST = ("-O2",)
-# Instrumented as for ThreadSanitizer, but linked with the emulator's own race detector. Code at fixed
-# addresses, so that a report can be traced back to lines.
-_RACES = ("-O1", "-g1", "-fsanitize=thread", "-fno-pie", "-DJITCONV_RACES=true")
+# Instrumented as for ThreadSanitizer, but linked with the emulator's own race detector.
+_RACES = ("-O1", "-g1", "-fsanitize=thread", "-fPIE", "-DJITCONV_RACES=true")
 # The runtime checks what it touches itself; instrumented it would take most of the time.
-_RUNTIME = ("-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-DJITCONV_HOST=1")
+_RUNTIME = ("-std=c++17", "-O2", "-fPIE", "-Wall", "-Wextra", "-DJITCONV_HOST=1")
 _Checks = Literal["memory", "races", "nothing"]
 # No contraction: a product and a sum round separately unless the kernel says fmaf, so that a result
 # does not depend on the machine that ran it.
@@ -253,9 +252,11 @@ def _build_runtime(cxx: str, checks: _Checks, files: Mapping[str, str]) -> Path:
     with tempfile.TemporaryDirectory(dir=root, prefix="build-") as name:
         folder = Path(name)
         _write_tree(folder, files)
-        sources = [file for file in files if file.endswith(".cpp")]
-        _run_compiler([cxx, *flags, "-I.", "-c", *sources], folder, "the emulator's runtime")
-        objects = [f"{Path(source).stem}.o" for source in sources]
+        objects = []
+        for source in (file for file in files if file.endswith(".cpp")):
+            objects.append(f"{Path(source).stem}.o")
+            command = [cxx, *flags, "-I.", "-c", source, "-o", objects[-1]]
+            _run_compiler(command, folder, "the emulator's runtime")
         link = [cxx, "-r", "-nostdlib", *objects, "-o", "runtime"]
         _run_compiler(link, folder, "the emulator's runtime")
         return _publish(path, folder, Path("runtime"))
@@ -296,7 +297,7 @@ def build(rendered: RenderedKernel, *, sanitize: bool = True, races: bool = Fals
         _write_tree(folder, {"main.cpp": main})
         _run_compiler([cxx, *flags, "-I.", "-c", "main.cpp"], folder, f"kernel {rendered.name}")
         # Without -fsanitize=thread, which would bring ThreadSanitizer's own runtime.
-        link = ["-no-pie"] if races else flags
+        link = ["-pie"] if races else flags
         command = [cxx, *link, "main.o", str(runtime), "-ldl", "-o", "program"]
         _run_compiler(command, folder, f"kernel {rendered.name}")
         return _publish(path, folder, Path("program"))

@@ -19,6 +19,7 @@ def run(
     call: Call,
     *,
     sanitize: bool = True,
+    races: bool = False,
     schedules: Sequence[emulate.Schedule] = emulate.DEFAULT_SCHEDULES,
 ) -> Tensor:
     """``call``, whose tensors are on the CPU, by its generated kernels in the emulator.
@@ -42,6 +43,7 @@ def run(
             bytes(data),
             {offset: tensors[name] for offset, name in step.pointers if name in tensors},
             sanitize=sanitize,
+            races=races,
             schedules=schedules,
         )
     return tensors["y"]

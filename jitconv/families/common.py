@@ -147,6 +147,7 @@ def gemm_constants(kernel: KernelPlan) -> dict[str, Any]:
             "oc_tile": tile.oc_tile,
             "threads": tile.threads,
         },
+        "launch_bounds": _launch_bounds(tile),
         "kernel_size": padded(p.kernel_size, 1),
         "stride": padded(p.stride, 1),
         "dilation": padded(p.dilation, 1),
@@ -156,6 +157,14 @@ def gemm_constants(kernel: KernelPlan) -> dict[str, Any]:
         "prologue": chain_context("prologue", enumerate(p.prologue)),
         "shared_bytes": gemm_shared_bytes(kernel),
     }
+
+
+def _launch_bounds(tile: Tile) -> str:
+    """Arguments of __launch_bounds__: threads, and for narrow tiles the blocks that an SM must hold.
+
+    Without the latter ptxas takes few accumulators for a wish for occupancy, and spills to get it.
+    """
+    return f"{tile.threads}, 3" if tile.px * tile.oc_tile < 64 else f"{tile.threads}"
 
 
 def gemm_shared_bytes(kernel: KernelPlan) -> int:

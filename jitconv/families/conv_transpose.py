@@ -18,6 +18,9 @@ from jitconv.problem import Problem
 
 TEMPLATE = "conv_transpose.cu.j2"
 
+#: Constant memory of a module is 64 KiB (CUDA programming guide, technical specifications), some of it the compiler's.
+_MAX_CONSTANT_BYTES = 56 * 1024
+
 
 def axis_classes(kernel: int, stride: int, padding: int, dilation: int) -> list[list[tuple[int, int]]]:
     """For each residue r of one axis: its taps as (k, i - q)."""
@@ -61,6 +64,11 @@ def parity_classes(problem: Problem) -> tuple[list[dict[str, int]], list[dict[st
     return classes, taps
 
 
+def _table_space(classes: int, taps: int) -> str:
+    """Where the tables live: constant memory if they fit in it, else global memory behind the L1 cache."""
+    return "__constant__" if 32 * classes + 24 * taps <= _MAX_CONSTANT_BYTES else "__device__"
+
+
 def constants(kernel: KernelPlan) -> dict[str, Any]:
     p, tile = kernel.problem, kernel.tile
     assert isinstance(tile, Tile)
@@ -72,6 +80,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "groups": p.groups,
         "channel_tiles": common.channel_tiles(p, tile),
         "bias": p.bias,
+        "table_space": _table_space(len(classes), len(taps)),
         "classes": classes,
         "taps": taps,
         "declarations": layout(kernel).declarations(),

@@ -100,15 +100,4 @@ def _row_tile(steps: tuple[StepSpec, ...]) -> RowTile:
     norm = next((step for step in steps if step.needs == "row"), None)
     if norm is None:
         return RowTile(ROW_THREADS, 1)
-    tile = choose_row_tile(norm.attribute("width"))
-    if any(step.needs == "window" for step in steps):
-        tile = _fit_pooled_rows(tile, norm.attribute("width"))
-    return tile
-
-
-def _fit_pooled_rows(tile: RowTile, width: int) -> RowTile:
-    """Fewer threads where a block's pooled rows would not fit 32 KiB of shared memory (two blocks or more an SM)."""
-    threads = tile.threads
-    while threads > max(tile.lanes, 32) and threads // tile.lanes * width * 4 > 32 * 1024:
-        threads //= 2
-    return RowTile(threads, tile.lanes if tile.lanes <= 32 else threads)
+    return choose_row_tile(norm.attribute("width"), pooled=any(step.needs == "window" for step in steps))

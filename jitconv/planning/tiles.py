@@ -25,11 +25,14 @@ CANDIDATES = (
 #: A row of the depthwise-separable pair costs a whole filter per staged element: wider channel tiles repay it.
 _WIDEST = {"conv": 64, "conv_transpose": 64, "depthwise_separable": 128}
 
-#: Threads of a block behind a convolution, and the widest row that one warp normalises.
+#: Threads of a block behind a convolution, and the widest row that one warp normalises: 32 values a lane, or 16 and
+#: as many pools.
 ROW_THREADS = 256
 _WARP_ROW = 1024
+_WARP_POOLED_ROW = 512
 
-#: Widest row whose normalised values stay in shared memory for the pool behind them (48 KiB, any architecture).
+#: Widest row whose normalised values stay in shared memory for the pool behind them: 32 KiB, so that any
+#: architecture holds two blocks or more. Narrower rows, several to a block, take less.
 MAX_POOLED_ROW = 8192
 
 
@@ -45,9 +48,9 @@ def choose_tile(problem: Problem) -> Tile:
     return fitting[-1]
 
 
-def choose_row_tile(width: int) -> RowTile:
+def choose_row_tile(width: int, *, pooled: bool) -> RowTile:
     """Lanes on one row: up to a warp, or the whole block for long rows."""
-    if width > _WARP_ROW:
+    if width > (_WARP_POOLED_ROW if pooled else _WARP_ROW):
         return RowTile(ROW_THREADS, ROW_THREADS)
     lanes = 1
     while lanes < 32 and lanes * 2 < width:

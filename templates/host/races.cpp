@@ -150,9 +150,13 @@ void races_write(const void* pointer, size_t bytes, uintptr_t code) {
 
 }  // namespace jitconv::host
 
+// Where the program begins in memory, by the linker: addresses of code are reported as addr2line takes them.
+extern "C" const char __ehdr_start __attribute__((visibility("hidden")));
+
 // What a compiler inserts for -fsanitize=thread, at every access to memory that may be shared.
 
-#define JITCONV_CODE (reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1)
+#define JITCONV_CODE                                                                                       \
+    (reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1 - reinterpret_cast<uintptr_t>(&__ehdr_start))
 #define JITCONV_ACCESS(BYTES)                                                                              \
     void __tsan_read##BYTES(void* address) { jitconv::host::races_read(address, BYTES, JITCONV_CODE); }    \
     void __tsan_write##BYTES(void* address) { jitconv::host::races_write(address, BYTES, JITCONV_CODE); }
