@@ -92,8 +92,8 @@ def demo(console: Console) -> None:
     if usable and all(compiled):
         _heading(console, "2. run at full size, beside PyTorch")
         console.print(
-            "\njitconv's kernels compute in fp32 FFMA in this release: fp32's accuracy at either setting, and not yet\n"
-            "the speed of tensor cores. Errors are relative to float64.",
+            "\nWithout precision= these operators are computed in fp32 (FFMA): fp32's accuracy, and not yet the speed\n"
+            "of tensor cores. Errors are relative to float64.",
             soft_wrap=True,
         )
         for headline in HEADLINES:

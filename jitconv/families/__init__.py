@@ -48,8 +48,9 @@ class HaloTile:
     """Tile of one block of the tensor-core families (templates/device/halo_gemm.cuh).
 
     ``box`` of output positions (d, h, w) × 16 · ``channel_tiles`` · ``channel_warps`` output channels;
-    ``position_tiles`` groups of 8 positions a warp, ``steps`` products along k per chunk of channels. ``math`` is a value of ``Math``, ``promote_rows`` how many rows
-    of taps the tensor core accumulates before their sum is added in fp32 (0: all of them).
+    ``position_tiles`` groups of 8 positions a warp, ``steps`` products along k per chunk of channels. ``math`` is a
+    value of ``Math``, ``promote_rows`` how many rows of taps the tensor core accumulates before their sum is added
+    in fp32 (0: all of them).
     """
 
     box: tuple[int, int, int]

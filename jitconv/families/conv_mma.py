@@ -42,7 +42,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "padding": common.padded([before for before, _ in p.padding], 0),
         "padding_mode": p.padding_mode.upper(),
         "x_along_k": p.x_memory_format == "channels_last",
-        "y_channels_last": p.memory_format == "channels_last" and kernel.last == len(p.epilogue),
+        "y_channels_last": _writes_channels_last(kernel),
         "x_vector": p.x_vector,
         "math": tile.math,
         "promote_rows": tile.promote_rows,
@@ -65,6 +65,11 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
     }
+
+
+def _writes_channels_last(kernel: KernelPlan) -> bool:
+    # A workspace is contiguous, whatever the output is.
+    return kernel.problem.memory_format == "channels_last" and kernel.last == len(kernel.problem.epilogue)
 
 
 def _channel_blocks(problem: Problem, tile: HaloTile) -> int:
@@ -135,7 +140,7 @@ def shared_bytes(kernel: KernelPlan) -> int:
     d, h, w = halo(kernel.problem, tile)
     plane = (d * h * w + 3) // 8 * 8 + 4
     buffers = 2 * tile.parts * 2 * tile.steps * plane * 16
-    pitch = 17 if kernel.problem.memory_format == "channels_last" and kernel.last == len(kernel.problem.epilogue) else 24
+    pitch = 17 if _writes_channels_last(kernel) else 24
     outlets = tile.channel_warps * tile.position_warps * 16 * tile.channel_tiles * pitch * 4
     return max(buffers, -(-outlets // 16) * 16) + 16
 

@@ -96,7 +96,10 @@ class Generator:
                 name, rank, transposed, x, weight, bias, epilogue, None, **parameters
             )[0]
 
-        return make(self.epilogue(reference_shape(make([])), dtype))
+        out = reference_shape(make([]))
+        if 0 in out:
+            raise RuntimeError("convolution without an output: draw again")
+        return make(self.epilogue(out, dtype))
 
     def _separable(self, dtype: torch.dtype) -> Call:
         r = self.random

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import torch
@@ -9,6 +10,7 @@ from random_calls import Generator, describe, error, exact
 
 from jitconv import launch, program, runtime
 from jitconv.compilation import compiled_kernel
+from jitconv.problem import PRECISIONS
 
 
 def main(count: int, seed: int) -> int:
@@ -16,14 +18,16 @@ def main(count: int, seed: int) -> int:
     generator = Generator(seed)
     families: set[str] = set()
     wrong = 0
-    for _ in range(count):
-        call = generator.call()
-        for step in program.build(call).launches:
-            compiled_kernel(step.kernel, launch.device_info(0).arch)
+    arch = launch.device_info(0).arch
+    for i in range(count):
+        call = dataclasses.replace(generator.call(), precision=PRECISIONS[i % len(PRECISIONS)])
+        for step in program.build(call, arch).launches:
+            compiled_kernel(step.kernel, arch)
             families.add(step.kernel.family)
         result = runtime.run(call)
         torch.cuda.synchronize()
-        limit = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[call.x.dtype]
+        single = 2e-3 if call.precision == "tf32" else 5e-6
+        limit = {torch.float32: single, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[call.x.dtype]
         reached = error(result, exact(call))
         if reached > limit:
             wrong += 1

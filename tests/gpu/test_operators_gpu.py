@@ -108,8 +108,8 @@ def random_calls() -> list[Call]:
     """The problems, with their kernels compiled by all cores at once."""
     generator = Generator(seed=20261129)
     calls = [generator.call() for _ in range(PROBLEMS)]
-    kernels = {step.kernel for call in calls for step in program.build(call).launches}
     arch = launch.device_info(0).arch
+    kernels = {step.kernel for call in calls for step in program.build(call, arch).launches}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda kernel: compiled_kernel(kernel, arch), kernels))
     return calls
