@@ -86,6 +86,8 @@ def arguments(step: KernelLaunch, tensors: dict[str, Tensor], numbers: dict[str,
 
 
 def _prepare(call: Call, signature: tuple[Any, ...]) -> Prepared:
+    # A chain that does not fit is the caller's mistake: it is named before the device is looked at.
+    program.bind_chains(call)
     device = call.x.device
     built = program.build(call, launch.device_info(device.index).arch)
     kernels = tuple(loaded_kernel(step.kernel, step.shared_bytes, device.index) for step in built.launches)
