@@ -428,7 +428,17 @@ def max_pool(kernel_size: int | Sequence[int], ceil_mode: bool = False) -> Step:
 # Steps of the caller's own.
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_TAKEN = {"v", "n", "k", "d", "h", "w", "arguments", "act", "conv_value"}
+# What the text around an expression uses, and what C++ reserves (C++17 standard, table 5).
+_RESERVED = """
+    v at arguments act conv_value to_float offset_of
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl const
+    constexpr const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern
+    false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or
+    or_eq private protected public register reinterpret_cast return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid typename union unsigned using
+    virtual void volatile wchar_t while xor xor_eq
+"""
+_TAKEN = frozenset(_RESERVED.split())
 
 
 def register(
@@ -456,7 +466,8 @@ def register(
     for what, text in [("name", name), *(("operands", operand) for operand in operands)]:
         if not _IDENTIFIER.fullmatch(text) or text in _TAKEN or keyword.iskeyword(text):
             raise ValueError(
-                f"register: {what}={text!r}: expected a C identifier other than {', '.join(sorted(_TAKEN))}"
+                f"register: {what}={text!r}: expected a C identifier that neither C++, Python nor the generated kernel "
+                "uses itself; choose another name"
             )
     if len(set(operands)) != len(operands):
         raise ValueError(f"register: operands={tuple(operands)!r}: expected distinct names")

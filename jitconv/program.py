@@ -239,6 +239,8 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         precision=call.precision if x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
+            # Coordinates too: an expanded x may be longer than its memory.
+            *x.shape,
             *(math.prod(shape) for shape in values),
             math.prod(_class_grid(call, values[0])),
         ),
@@ -278,8 +280,13 @@ def _last_offset(tensor: Tensor) -> int:
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides (in elements) of [N, C, *spatial] as (n, c, d, h, w); missing dimensions have extent 1."""
-    n, c, *spatial = tensor.stride()
+    n, c, *spatial = _steps(tensor)
     return (n, c, *common.padded(spatial, 0))
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """Strides, 0 where an axis has one entry: what they are there means nothing, and may exceed the index width."""
+    return [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[int, ...]]:
@@ -287,7 +294,7 @@ def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[
     for (weight, bias), w, b in zip(_WEIGHTS[call.operator], call.weights, call.biases, strict=True):
         strides[weight] = _strides(w)
         if b is not None:
-            strides[bias] = (b.stride(0),)
+            strides[bias] = tuple(_steps(b))
     for phase, chain in bound.items():
         for i, (spec, values) in enumerate(zip(chain.specs, chain.operands, strict=True)):
             for (name, operand), value in zip(spec.operands, values, strict=True):
@@ -295,7 +302,7 @@ def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[
                 if operand.kind == "tensor":
                     strides[key] = _strides(value)
                 elif operand.kind in ("channel", "row"):
-                    strides[key] = (value.stride(0),)
+                    strides[key] = tuple(_steps(value))
     return strides
 
 
