@@ -110,7 +110,6 @@ def _noticed(case: Case, kernel: Rendered, mutant: Any, monkeypatch: pytest.Monk
     def check(races: bool) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(emulated, "render", rendered)
-            patch.setattr(emulated.emulate, "execute", functools.partial(execute, races=races))
-            assert_matches(case, emulated.run(case.call(), schedules=ALL_SCHEDULES))
+            assert_matches(case, emulated.run(case.call(), races=races, schedules=ALL_SCHEDULES))
 
     return notices(lambda: check(races=False)) or notices(lambda: check(races=True))

@@ -67,7 +67,8 @@ def test_an_epilogue_is_cut_elsewhere(steps: list[E.Step], expected: list[tuple[
 
 
 def test_what_lies_between_two_kernels_is_rounded() -> None:
-    launches = build([NORM, POOL, NORM], dtype=torch.float16).launches
+    packing, *launches = build([NORM, POOL, NORM], dtype=torch.float16).launches
+    assert packing.writes == "packed"
     kinds = [(launch.kernel.source_dtype, launch.kernel.target_dtype) for launch in launches]
     assert kinds == [("float16", "float32"), ("float32", "float32"), ("float32", "float16")]
     assert [launch.dtype for launch in launches] == [torch.float32, torch.float32, torch.float16]
@@ -76,8 +77,9 @@ def test_what_lies_between_two_kernels_is_rounded() -> None:
 
 def test_a_workspace_has_another_size_than_its_tensors() -> None:
     built = build([NORM, POOL, NORM], dtype=torch.float16)
-    assert [launch.shape for launch in built.launches] == [(2, 5, 4, 6, 8), (2, 5, 4, 3, 8), (2, 5, 4, 3, 8)]
-    assert built.workspace_bytes == 4 * 2 * 5 * 4 * (6 * 8 + 3 * 8)
+    packing, *launches = built.launches
+    assert [launch.shape for launch in launches] == [(2, 5, 4, 6, 8), (2, 5, 4, 3, 8), (2, 5, 4, 3, 8)]
+    assert built.workspace_bytes == 4 * 2 * 5 * 4 * (6 * 8 + 3 * 8) + 4 * packing.shape[0]
     assert build([RELU]).workspace_bytes == 0
 
 
@@ -146,9 +148,9 @@ def test_strides_compile_another_kernel() -> None:
 
 def test_the_same_problem_has_another_plan() -> None:
     problem = build([NORM, POOL]).problem
-    first = plan(problem)
+    first = plan(problem, "sm_75")
     plan.cache_clear()
-    assert plan(problem) == first
+    assert plan(problem, "sm_75") == first
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------

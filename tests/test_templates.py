@@ -86,13 +86,13 @@ def assert_no_spills(kernel: KernelPlan, arch: str) -> None:
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("name", HEADLINE)
 def test_a_headline_operator_spills_on_some_architecture(name: str, arch: str) -> None:
-    for kernel in plan(HEADLINE[name]).kernels:
+    for kernel in plan(HEADLINE[name], "sm_75").kernels:
         assert_no_spills(kernel, arch)
 
 
 def chosen(base: Problem, tile: Tile) -> KernelPlan:
     """The convolution's kernel for the widest problem that gets ``tile`` of its own accord."""
-    kernel = plan(replace(base, out_channels=tile.channels)).kernels[0]
+    kernel = plan(replace(base, out_channels=tile.channels), "sm_75").kernels[0]
     assert kernel.tile == tile
     return kernel
 
@@ -126,7 +126,7 @@ def test_a_depthwise_separable_tile_spills(arch: str, tiles: tuple[Tile, ...]) -
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v["dtype"])
 def test_64_bit_offsets_spill(base: Problem, variant: dict[str, str]) -> None:
     for arch in ("sm_80", "sm_90a"):
-        assert_no_spills(plan(replace(base, index_bits=64, **variant)).kernels[0], arch)
+        assert_no_spills(plan(replace(base, index_bits=64, **variant), "sm_75").kernels[0], arch)
 
 
 ROWS = {
@@ -142,7 +142,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_kernel_behind_a_convolution_spills(name: str) -> None:
-    *_, last = plan(replace(CONV, epilogue=ROWS[name], dtype="bfloat16")).kernels
+    *_, last = plan(replace(CONV, epilogue=ROWS[name], dtype="bfloat16"), "sm_75").kernels
     for arch in KNOWN:
         assert_no_spills(last, arch)
 
@@ -152,7 +152,7 @@ def test_a_kernel_behind_a_convolution_spills(name: str) -> None:
 )
 def test_the_tables_of_a_large_transposed_filter_exceed_constant_memory(rank: int, kernel: int, stride: int) -> None:
     large = problem("conv_transpose", rank, kernel=kernel, stride=stride, in_channels=2, out_channels=1)
-    compile_plan(plan(large).kernels[0], "sm_80")
+    compile_plan(plan(large, "sm_75").kernels[0], "sm_80")
 
 
 # ---- Rendering ------------------------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ def test_the_tables_of_a_large_transposed_filter_exceed_constant_memory(rank: in
 
 def every_kernel() -> list[KernelPlan]:
     problems = [CONV, HEADLINE["w2"], SEPARABLE, replace(CONV, epilogue=ROWS["pool"])]
-    kernels = [kernel for p in problems for kernel in plan(p).kernels]
+    kernels = [kernel for p in problems for kernel in plan(p, "sm_75").kernels]
+    kernels += plan(replace(CONV, precision="tf32x3"), "sm_90a").kernels
     return list({kernel.family: kernel for kernel in kernels}.values())
 
 
@@ -176,7 +177,7 @@ from jitconv.planning import plan
 from jitconv.render import kernel_key, render
 import json
 problem = Problem.from_canonical(json.loads(sys.argv[1]))
-for kernel in plan(problem).kernels:
+for kernel in plan(problem, "sm_75").kernels:
     print(kernel_key(kernel, "sm_90a", ("-a",)))
     sys.stdout.write(render(kernel).source)
 """
@@ -190,7 +191,7 @@ def test_another_process_renders_another_text_or_key(seed: str) -> None:
     environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": root, "PATH": ""}
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     expected = ""
-    for kernel in plan(problem).kernels:
+    for kernel in plan(problem, "sm_75").kernels:
         expected += f"{kernel_key(kernel, 'sm_90a', ('-a',))}\n{render(kernel).source}"
     assert out == expected
 
@@ -220,16 +221,16 @@ def test_a_changed_template_or_header_keeps_its_key(kernel: KernelPlan, monkeypa
 
 
 def test_arch_options_tile_or_problem_are_missing_from_the_key() -> None:
-    kernel = plan(CONV).kernels[0]
+    kernel = plan(CONV, "sm_75").kernels[0]
     tile = replace(kernel.tile, depth=16)
     keys = [
         kernel_key(kernel, "sm_90a", ()),
         kernel_key(kernel, "sm_100a", ()),
         kernel_key(kernel, "sm_90a", ("--use_fast_math",)),
         kernel_key(replace(kernel, tile=tile), "sm_90a", ()),
-        kernel_key(plan(replace(CONV, in_channels=33)).kernels[0], "sm_90a", ()),
-        kernel_key(plan(replace(CONV, precision="tf32")).kernels[0], "sm_90a", ()),
-        kernel_key(plan(replace(CONV, epilogue=(TANH, MISH))).kernels[0], "sm_90a", ()),
+        kernel_key(plan(replace(CONV, in_channels=33), "sm_75").kernels[0], "sm_90a", ()),
+        kernel_key(plan(replace(CONV, precision="tf32"), "sm_75").kernels[0], "sm_90a", ()),
+        kernel_key(plan(replace(CONV, epilogue=(TANH, MISH)), "sm_75").kernels[0], "sm_90a", ()),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -277,7 +278,7 @@ def test_an_error_in_a_header_is_reported_elsewhere(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rendering, "_read", lambda asked: "\n".join(lines) if asked == name else read(asked))
     rendering.headers.cache_clear()
     with pytest.raises(CompileError) as error:
-        compile_plan(plan(CONV).kernels[0], "sm_90a")
+        compile_plan(plan(CONV, "sm_75").kernels[0], "sm_90a")
     monkeypatch.undo()
     rendering.headers.cache_clear()
     assert (error.value.file, error.value.line) == (name, at)
@@ -285,7 +286,7 @@ def test_an_error_in_a_header_is_reported_elsewhere(monkeypatch: pytest.MonkeyPa
 
 def test_a_registered_step_with_a_mistake_is_not_named() -> None:
     step = StepSpec("mine", cuda="v + undeclared_name")
-    kernel = plan(replace(CONV, epilogue=(MISH, step))).kernels[0]
+    kernel = plan(replace(CONV, epilogue=(MISH, step)), "sm_75").kernels[0]
     with pytest.raises(CompileError, match="undeclared_name") as error:
         compile_plan(kernel, "sm_90a")
     assert "// mine" in error.value.excerpt

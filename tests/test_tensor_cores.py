@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.mutation import mutants, notices
 from torch import Tensor
 
 from jitconv import emulate, emulated, program
@@ -16,7 +17,7 @@ from jitconv.architectures import KNOWN, arch_number
 from jitconv.functional import convolution_call
 from jitconv.kernel_resources import Resources
 from jitconv.program import Call
-from jitconv.render import render
+from jitconv.render import Rendered, render
 from jitconv.toolchain import compile_cubin
 
 pytestmark = pytest.mark.compiler
@@ -210,19 +211,16 @@ def test_every_barrier_is_needed() -> None:
     made = call(randn(1, 20, 6, 17), weight(20, 20, 3, 3), None, (), "tf32")
     expected = run(made)
     kernel = render(program.build(made).launches[1].kernel)
-    header = kernel.headers["device/halo_gemm.cuh"]
-    lines = header.split("\n")
-    barriers = [i for i, line in enumerate(lines) if line.strip() == "__syncthreads();"]
-    assert len(barriers) == 2
-    for i in barriers:
-        text = "\n".join([*lines[:i], "", *lines[i + 1 :]])
-        with pytest.MonkeyPatch.context() as patch:
-            changed = type(kernel)(kernel.name, kernel.source, {**kernel.headers, "device/halo_gemm.cuh": text})
-            patch.setattr(
-                emulated, "render", lambda k, changed=changed: changed if k.family == "conv_mma" else render(k)
-            )
-            try:
-                wrong = not torch.equal(emulated.run(made), expected)
-            except emulate.EmulationError:
-                wrong = True
-        assert wrong, f"without the barrier of line {i + 1} nothing changes"
+    removed = [*mutants(kernel, "device/halo_gemm.cuh"), *mutants(kernel, kernel.name)]
+    assert len(removed) == 4  # before the first product, after a chunk; around the accumulators' way out
+
+    def noticed(mutant: Rendered) -> bool:
+        def check(races: bool) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(emulated, "render", lambda k: mutant if k.family == "conv_mma" else render(k))
+                y = emulated.run(made, races=races, sanitize=not races)
+                assert torch.equal(y, expected)
+
+        return notices(lambda: check(races=False)) or notices(lambda: check(races=True))
+
+    assert [statement for statement, mutant in removed if not noticed(mutant)] == []
