@@ -31,7 +31,8 @@ def main() -> None:
         r = kernel.resources
         print(
             f"{kernel.name} on tensor cores, for {arch}: {r.registers} registers, "
-            f"{r.spill_stores + r.spill_loads} bytes of spills, {r.shared_bytes} bytes of shared memory, {r.blocks_per_sm} blocks per SM"
+            f"{r.spill_stores + r.spill_loads} bytes of spills, "
+            f"{r.shared_bytes} bytes of shared memory, {r.blocks_per_sm} blocks per SM"
         )
 
 
