@@ -268,11 +268,12 @@ class Case:
             sides = [side for p in reversed(padding) for side in ((p, p) if isinstance(p, int) else p)]
             x = F.pad(x, sides, mode="constant" if mode == "zeros" else mode)
             padding = 0
-        elif isinstance(padding, str) and mode != "zeros":
+        elif isinstance(padding, str):
             dilation = _each(parameters.get("dilation", 1), self.rank)
             extents = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             totals = extents if padding == "same" else [0] * self.rank
-            x = F.pad(x, [side for t in reversed(totals) for side in (t // 2, t - t // 2)], mode=mode)
+            sides = [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
+            x = F.pad(x, sides, mode="constant" if mode == "zeros" else mode)
             padding = 0
         return getattr(F, f"conv{self.rank}d")(x, weight, bias, padding=padding, **parameters)
 

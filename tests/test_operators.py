@@ -347,6 +347,8 @@ def test_long_reductions_lose_more_than_torch_does() -> None:
         Kernel("conv1d", 1, 2, (400,), {"stride": 160, "padding": 200}, []),
         Kernel("conv_transpose1d", 2, 1, (400,), {"stride": 160, "padding": 8}, []),
         Kernel("conv_transpose2d", 2, 1, (11, 13), {"stride": (7, 9)}, []),
+        # Tables of taps that do not fit constant memory.
+        Kernel("conv_transpose1d", 2, 1, (2600,), {"stride": 640, "padding": 7}, []),
     ],
     ids=str,
 )
@@ -394,7 +396,7 @@ def test_x_and_weight_may_be_views_of_one_storage() -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=16,
     derandomize=True,
     database=None,
     deadline=None,
@@ -407,7 +409,7 @@ def test_a_random_call_differs_from_torch(seed: int) -> None:
     check(random_case(random.Random(seed), largest=400))
 
 
-@settings(max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     batch=st.integers(1, 6),
     extents=st.tuples(st.integers(1, 20), st.integers(1, 40)),
