@@ -59,11 +59,12 @@ __device__ __forceinline__ float round_tf32(float value) {
 #if JITCONV_ARCH >= 800
     uint32_t bits;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-    return __uint_as_float(bits & 0xffffe000u);
+    // The instruction passes NaN through: one whose payload lies in the dropped bits alone would become Inf.
+    return __uint_as_float(isnan(value) ? 0x7fffe000u : bits & 0xffffe000u);
 #else
     const uint32_t bits = __float_as_uint(value);
     const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-    return finite ? __uint_as_float((bits + 0x1000u) & 0xffffe000u) : value;
+    return __uint_as_float(isnan(value) ? 0x7fffe000u : (finite ? bits + 0x1000u : bits) & 0xffffe000u);
 #endif
 }
 

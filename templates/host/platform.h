@@ -116,20 +116,26 @@ inline unsigned __brev(unsigned a) {
     return result;
 }
 
-// Byte i of the result is byte (selector nibble i & 7) of the 64 bits b:a; bit 3 of the nibble spreads its sign.
+// Byte i of the result is byte (selector nibble i & 7) of the 64 bits b:a. Bit 3 of a nibble is ignored: the sign that
+// the PRMT instruction would spread for it is not within reach of the intrinsic.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long bytes = (static_cast<unsigned long long>(b) << 32) | a;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
         const unsigned nibble = (selector >> (4 * i)) & 0xfu;
-        unsigned byte = static_cast<unsigned>(bytes >> (8 * (nibble & 7u))) & 0xffu;
-        if ((nibble & 8u) != 0) {
-            byte = (byte & 0x80u) != 0 ? 0xffu : 0u;
-        }
+        const unsigned byte = static_cast<unsigned>(bytes >> (8 * (nibble & 7u))) & 0xffu;
         result |= byte << (8 * i);
     }
     return result;
 }
+
+// The hardware's minimum and maximum ignore NaN of either kind; the C library's let a signalling one through.
+namespace jitconv::host {
+inline float minimum_number(float a, float b) { return isnan(a) ? b : isnan(b) || a < b ? a : b; }
+inline float maximum_number(float a, float b) { return isnan(a) ? b : isnan(b) || a > b ? a : b; }
+}  // namespace jitconv::host
+#define fminf(a, b) jitconv::host::minimum_number(a, b)
+#define fmaxf(a, b) jitconv::host::maximum_number(a, b)
 
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }

@@ -120,6 +120,8 @@ def test_the_emulators_products_are_the_hardwares(dtype: torch.dtype, precision:
     x, w = randn(1, 20, 3, 9, 17).to(dtype), (randn(18, 20, 3, 3, 3) / 23).to(dtype)
     y = run_poisoned(conv3d(x, w, precision))
     twin = emulated.run(conv3d(x.cpu(), w.cpu(), precision)).cuda()
-    # Operands are cut alike; the sums differ in their last bits, and a 16-bit result in its last one at most.
-    step = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
-    assert ((y.double() - twin.double()).abs() <= step * twin.double().abs() + 1e-6).all()
+    # Operands are cut alike. The hardware's sums truncate, by parts of the sum of magnitudes; a 16-bit result may then
+    # round the other way.
+    scale = F.conv3d(x.abs().double(), w.abs().double(), padding=1)
+    step = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    assert ((y.double() - twin.double()).abs() <= step * twin.double().abs() + 1e-5 * scale).all()
