@@ -1,0 +1,183 @@
+"""Forward convolutions that people run, with what follows them, against eager PyTorch in both memory formats.
+
+    python examples/performance/layers.py [--output examples/performance] [--only TEXT]
+
+The list was written down before anything was tuned to it. Each row is timed at the dtype it names: float32 at TF32
+(jitconv: precision="tf32"; PyTorch: its default) and again at fp32's accuracy (precision="tf32x3" against strict fp32),
+16-bit types as they are. Peers: eager on NC* and eager on channels_last input, the chain included, and torch.compile
+with --compile. Timings as in headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from headline import environment
+from torch import Tensor
+
+import jitconv
+from jitconv import epilogue as E
+from jitconv.timing import Timing, interleaved
+
+CONV = {1: (F.conv1d, jitconv.conv1d), 2: (F.conv2d, jitconv.conv2d), 3: (F.conv3d, jitconv.conv3d)}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x ``[N, C, *]``, K filters, and what follows: ``silu`` or ``relu``, ``add`` (a residual), both, or nothing."""
+
+    name: str
+    x: tuple[int, ...]
+    k: int
+    kernel: tuple[int, ...]
+    follows: tuple[str, ...] = ("silu",)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def _layers() -> list[Layer]:
+    video, both = ("bfloat16",), ("silu", "add")
+    three = (3, 3, 3)
+    pad = {"padding": 1}
+    return [
+        # Video VAE decoders; the input comes padded.
+        Layer("video 96@482x834", (1, 96, 6, 482, 834), 96, three, both, video),
+        Layer("video 192@242x418", (1, 192, 6, 242, 418), 192, three, both, video),
+        Layer("video 384@122x210", (1, 384, 4, 122, 210), 384, three, both),
+        Layer("video 128@258", (1, 128, 67, 258, 258), 128, three, both, video),
+        Layer("video 512@66", (1, 512, 19, 66, 66), 512, three, both, video),
+        Layer("video to rgb", (1, 96, 6, 482, 834), 3, three, (), video),
+        Layer("video time only", (1, 192, 8, 120, 208), 192, (3, 1, 1), both),
+        # Image VAE decoders.
+        Layer("image 512@128", (1, 512, 128, 128), 512, (3, 3), both, parameters=pad),
+        Layer("image 256@512", (1, 256, 512, 512), 256, (3, 3), both, parameters=pad),
+        Layer("image 128@1024", (1, 128, 1024, 1024), 128, (3, 3), both, parameters=pad),
+        # 3-D U-Nets.
+        Layer("unet 32@128", (2, 32, 128, 128, 128), 32, three, ("silu",), ("float32", "float16"), pad),
+        Layer("unet 64@64", (2, 64, 64, 64, 64), 64, three, ("silu",), ("float32", "float16"), pad),
+        Layer("unet 128@32", (2, 128, 32, 32, 32), 128, three, ("silu",), ("float32", "float16"), pad),
+        Layer("unet 320@8", (2, 320, 8, 8, 8), 320, three, ("silu",), ("float32", "float16"), pad),
+        Layer("segresnet 16", (1, 16, 224, 224, 144), 16, three, ("relu",), ("float32", "float16"), pad),
+        # ResNets, batch 64.
+        Layer("resnet stem", (64, 3, 224, 224), 64, (7, 7), ("relu",), parameters={"stride": 2, "padding": 3}),
+        Layer("resnet 64@56", (64, 64, 56, 56), 64, (3, 3), ("relu",), parameters=pad),
+        Layer("resnet 128@28", (64, 128, 28, 28), 128, (3, 3), ("relu", "add"), parameters=pad),
+        Layer("resnet 256@14", (64, 256, 14, 14), 256, (3, 3), ("relu",), parameters=pad),
+        Layer("resnet 512@7", (64, 512, 7, 7), 512, (3, 3), ("relu",), parameters=pad),
+        Layer("resnet strided", (64, 128, 56, 56), 128, (3, 3), ("relu",), parameters={"stride": 2, "padding": 1}),
+        Layer("resnet 256to64 k1", (64, 256, 56, 56), 64, (1, 1), ("relu",)),
+        Layer("resnet 64to256 k1", (64, 64, 56, 56), 256, (1, 1), ("add", "relu")),
+        # Patch embeddings: kernel = stride, a matrix product.
+        Layer("patch 14", (1024, 3, 2, 14, 14), 1152, (2, 14, 14), (), parameters={"stride": (2, 14, 14)}),
+        Layer("patch 16", (64, 3, 224, 224), 768, (16, 16), (), parameters={"stride": 16}),
+        # Few input channels.
+        Layer("8 channels", (8, 8, 256, 256), 32, (3, 3), ("relu",), parameters=pad),
+        Layer("1 channel", (8, 1, 512, 512), 32, (5, 5), ("relu",), parameters={"padding": 2}),
+        # Audio.
+        Layer("audio 256 k7", (4, 256, 65536), 256, (7,), ("silu",), parameters={"padding": 3}),
+        Layer("audio 64 k3 dilated", (4, 64, 65536), 64, (3,), both, parameters={"padding": 9, "dilation": 9}),
+        Layer("audio 1024 k3", (4, 1024, 4096), 1024, (3,), ("silu",), parameters=pad),
+        Layer("audio 32 k15", (4, 32, 131072), 32, (15,), ("silu",), parameters={"padding": 7}),
+        # Groups.
+        Layer("groups 32", (32, 256, 56, 56), 256, (3, 3), ("relu",), parameters={"padding": 1, "groups": 32}),
+        Layer("groups 2", (32, 128, 56, 56), 128, (3, 3), ("relu",), parameters={"padding": 1, "groups": 2}),
+    ]
+
+
+LAYERS = _layers()
+
+
+def measure(layer: Layer, dtype: torch.dtype, precision: str | None, compiled: bool) -> dict[str, Any]:
+    """Times, errors and extra memory of one row; ``precision`` is jitconv's, None for 16-bit types."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    groups = layer.parameters.get("groups", 1)
+    c = layer.x[1] // groups
+    x, b = randn(*layer.x), randn(layer.k)
+    w = (torch.randn(layer.k, c, *layer.kernel, device="cuda") / math.sqrt(c * math.prod(layer.kernel))).to(dtype)
+    plain, fused = CONV[len(layer.kernel)]
+    residual = torch.randn_like(plain(x, w, b, **layer.parameters)) if "add" in layer.follows else None
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+
+    def chain(x: Tensor, w: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
+        v = plain(x, w, b, **layer.parameters)
+        for step in layer.follows:
+            v = v + residual if step == "add" else getattr(F, step)(v)
+        return v
+
+    steps = [E.add(residual) if step == "add" else getattr(E, step)() for step in layer.follows]
+    last = CHANNELS_LAST.get(x.dim())
+    candidates = {
+        "jitconv": lambda: fused(x, w, b, epilogue=steps, precision=precision, **layer.parameters),
+        "eager": lambda: chain(x, w, b, residual),
+    }
+    if last is not None:
+        x_last, w_last = x.contiguous(memory_format=last), w.contiguous(memory_format=last)
+        r_last = None if residual is None else residual.contiguous(memory_format=last)
+        steps_last = [E.add(r_last) if step == "add" else getattr(E, step)() for step in layer.follows]
+        candidates["jitconv channels_last"] = lambda: fused(
+            x_last, w, b, epilogue=steps_last, precision=precision, **layer.parameters
+        )
+        candidates["eager channels_last"] = lambda: chain(x_last, w_last, b, r_last)
+    if compiled:
+        function = torch.compile(chain, dynamic=False)
+        candidates["torch.compile"] = lambda: function(x, w, b, residual)
+    times: dict[str, Timing] = interleaved(candidates, repeats=10)
+    out = candidates["eager"]()
+    flop = 2 * out.numel() * c * math.prod(layer.kernel)
+    row = {name: timing.median for name, timing in times.items()}
+    ours = min(value for name, value in row.items() if name.startswith("jitconv"))
+    best = min(value for name, value in row.items() if not name.startswith("jitconv"))
+    difference = (candidates["jitconv"]().double() - out.double()).norm() / out.double().norm()
+    return {**row, "tflops": flop / ours / 1e9, "speed-up": best / ours, "difference": float(difference)}
+
+
+def main() -> None:
+    """Measure every layer and print (and keep) the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="folder for layers.md and layers.json; none: print only")
+    parser.add_argument("--only", default="", help="measure the layers whose name contains this")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as a peer too (slow to start)")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    names = ("jitconv", "jitconv channels_last", "eager", "eager channels_last", "torch.compile")
+    head = ["layer", "dtype", *names, "TFLOP/s", "times the best peer's speed", "difference from eager"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    print("\n".join(lines), flush=True)
+    record: dict[str, Any] = {}
+    for layer in LAYERS:
+        if options.only not in layer.name:
+            continue
+        for name in layer.dtypes:
+            for precision in ("tf32", "tf32x3") if name == "float32" else (None,):
+                row = measure(layer, getattr(torch, name), precision, options.compile)
+                label = precision or name
+                record[f"{layer.name} {label}"] = row
+                cells = [f"{row[n]:.3f}" if n in row else "–" for n in names]
+                numbers = [f"{row['tflops']:.0f}", f"{row['speed-up']:.2f}", f"{row['difference']:.1e}"]
+                lines.append("| " + " | ".join([layer.name, label, *cells, *numbers]) + " |")
+                print(lines[-1], flush=True)
+                torch.cuda.empty_cache()
+    speedups = [row["speed-up"] for row in record.values()]
+    summary = f"{len(speedups)} rows, geometric mean {math.exp(sum(map(math.log, speedups)) / len(speedups)):.2f}"
+    print(f"\n{summary}; {environment()}")
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        page = ["# Layers", "", f"Made by `layers.py` on {environment()}. Milliseconds. {summary}.", "", *lines]
+        (options.output / "layers.md").write_text("\n".join(page) + "\n")
+        (options.output / "layers.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
