@@ -167,6 +167,15 @@ def test_values_that_do_not_split_are_computed_in_fp32(value: float, where: str)
     assert ((y.double() - expected).abs()[finite] <= 1e-6 * scale[finite] + 36 * 2.0**-149).all()
 
 
+def test_64_bit_offsets_read_or_write_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "index_bits", lambda *offsets: 64)
+    x, w, b = randn(2, 9, 7, 20), weight(10, 9, 3, 3), randn(10)
+    made = call(x, w, b, [E.add(randn(2, 10, 7, 20))], "tf32", padding=1)
+    assert program.build(made).problem.index_bits == 64
+    expected = exact(tf32(x), tf32(w), b, {"padding": 1}) + randn(2, 10, 7, 20)
+    assert relative(run(made), expected) < 2e-6
+
+
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     x, w = randn(3, 6, 8, 20), weight(7, 6, 3, 3)
     whole = run(call(x, w, None, (), "tf32"))
