@@ -213,6 +213,17 @@ def test_the_convolutions_own_value_is_lost_before_a_pool() -> None:
     check(case)
 
 
+def test_the_convolutions_own_value_is_lost_behind_a_pool_that_keeps_the_shape() -> None:
+    relu, mul, add = twin(E.relu(), F.relu), binary("mul", "conv", SHAPE), binary("add", "conv", SHAPE)
+    check(convolution("conv3d", SHAPE, [relu, pool("max", 1), add]))
+    check(convolution("conv3d", SHAPE, [layer_norm(6), pool("avg", 1), mul]))
+    # Not in the kernel behind the convolution, which reads that value as its source, but in a later one.
+    check(convolution("conv3d", SHAPE, [pool("avg", 1), relu, pool("max", 1), mul]))
+    check(convolution("conv3d", SHAPE, [layer_norm(6), relu, layer_norm(6), pool("max", 1), add]))
+    # A window that hangs over an axis of one entry.
+    check(convolution("conv1d", (2, 3, 1), [relu, pool("avg", 2, True), binary("add", "conv", (2, 3, 1))]))
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_rows_and_windows_are_wrong_in_fewer_dimensions(rank: int) -> None:
     shape = (3, 4, *(5, 6)[2 - rank :])

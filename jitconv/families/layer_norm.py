@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jitconv.families import Extents, KernelPlan, RowTile, common
-from jitconv.families.rows import row_constants, row_fields, row_values
+from jitconv.families.rows import reads_conv_value, row_constants, row_fields, row_values
 from jitconv.layout import Layout
 
 TEMPLATE = "layer_norm.cu.j2"
@@ -27,9 +27,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "norm": steps[norm],
         "eps": common.operand_name("epilogue", kernel.first + norm, "eps"),
         "middle": steps[norm + 1 : pool],
-        "conv_value_after_norm": any(
-            operand["kind"] == "value" for step in steps[norm + 1 : pool] for operand in step["operands"]
-        ),
+        "conv_value_after_norm": reads_conv_value(steps[norm + 1 : pool]),
+        "conv_value_after_pool": pool is not None and reads_conv_value(steps[pool + 1 :]),
         "pool": None if pool is None else steps[pool],
         "after": [] if pool is None else steps[pool + 1 :],
         "width": steps[norm]["attributes"]["width"],

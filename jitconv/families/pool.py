@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jitconv.families import Extents, KernelPlan, RowTile, common
-from jitconv.families.rows import row_constants, row_fields, row_values
+from jitconv.families.rows import reads_conv_value, row_constants, row_fields, row_values
 from jitconv.layout import Layout
 
 TEMPLATE = "pool.cu.j2"
@@ -22,6 +22,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "before": steps[:pool],
         "pool": steps[pool],
         "after": steps[pool + 1 :],
+        "conv_value_after_pool": reads_conv_value(steps[pool + 1 :]),
         "tile": {"threads": tile.threads},
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,

@@ -5,7 +5,7 @@ The workspace is float32, contiguous NC(D)HW, so that nothing is rounded before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jitconv.families import Extents, KernelPlan, common
@@ -22,6 +22,11 @@ def row_constants(kernel: KernelPlan) -> dict[str, Any]:
         "window": common.padded(window, 1),
         "conv_value": kernel.conv_value,
     }
+
+
+def reads_conv_value(steps: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one of ``steps``, as a template sees them, has the convolution's own value as an operand."""
+    return any(operand["kind"] == "value" for step in steps for operand in step["operands"])
 
 
 def row_fields(kernel: KernelPlan) -> list[Field]:
