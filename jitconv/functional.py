@@ -443,6 +443,8 @@ def kernel_obstacle(call: Call) -> str | None:
         return str(call.x.dtype).removeprefix("torch.")
     if call.x.shape[1] == 0:
         return "no channels"
+    if _beyond_kernels(call):
+        return "a parameter beyond 31 bits"
     if any(tensor.is_neg() for tensor in differentiable(call)):
         # The sign is a flag of the tensor: what is in memory has the other one.
         return "lazily negated tensor"
@@ -450,6 +452,12 @@ def kernel_obstacle(call: Call) -> str | None:
         # A kernel would compute the value and drop the tangent without a word.
         return "forward-mode differentiation"
     return None
+
+
+def _beyond_kernels(call: Call) -> bool:
+    """Whether a stride, dilation or padding does not fit the int that a kernel bakes it into."""
+    g = call.geometry
+    return max(*g.stride, *g.dilation, *(p for pair in g.padding for p in pair)) > 2**31 - 1
 
 
 def _has_tangent(tensor: Tensor) -> bool:

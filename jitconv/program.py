@@ -239,8 +239,9 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         precision=call.precision if x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
-            # Coordinates too: an expanded x may be longer than its memory.
+            # Coordinates too, padding included: an expanded x may be longer than its memory.
             *x.shape,
+            *(size + before + after for size, (before, after) in zip(x.shape[2:], g.padding, strict=True)),
             *(math.prod(shape) for shape in values),
             math.prod(_class_grid(call, values[0])),
         ),

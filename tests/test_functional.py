@@ -307,6 +307,14 @@ def test_a_kernel_is_asked_for_what_it_cannot_read() -> None:
     assert _reason(x, w, epilogue=[E.add(negated[:, :1, 2:, 2:])]) == "lazily negated tensor"
 
 
+@pytest.mark.parametrize("parameter", ["stride", "padding", "dilation"])
+def test_a_parameter_beyond_31_bits_is_cut_to_an_int(parameter: str) -> None:
+    parameters = {"stride": 2**31 - 1, "padding": 0, "dilation": 1, parameter: 2**31}
+    x, w = torch.empty(1, 2, 9, device="meta"), torch.empty(3, 2, 1, device="meta")
+    call, _ = functional.convolution_call("conv1d", 1, False, x, w, None, (), None, groups=1, **parameters)
+    assert functional.kernel_obstacle(call) == "a parameter beyond 31 bits"
+
+
 def test_a_kernel_drops_the_tangent_of_forward_mode_differentiation() -> None:
     x, w, _ = tensors("conv2d")
     with forward_ad.dual_level():

@@ -177,6 +177,15 @@ def test_the_coordinates_of_an_expanded_input_overflow() -> None:
     assert program.build(call).problem.index_bits == 64
 
 
+def test_the_coordinates_of_a_padded_input_overflow() -> None:
+    x, weight = torch.empty(1, 1, 2**30, device="meta"), torch.empty(1, 1, 1, device="meta")
+    call = functional.convolution_call(
+        "conv1d", 1, False, x, weight, None, (), None,
+        stride=2**20, padding=((0, 2**30),), dilation=1, groups=1,
+    )[0]  # fmt: skip
+    assert program.build(call).problem.index_bits == 64
+
+
 def test_the_stride_of_a_single_entry_overflows_an_argument() -> None:
     # One row of a huge matrix: its first stride exceeds 32 bits and is never used.
     row = torch.empty(2**33, device="meta").as_strided((1, 3, 8), (2**32, 8, 1))
