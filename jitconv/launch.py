@@ -366,7 +366,7 @@ def _rejected(
     )
     if arch is not None and arch != info.arch:
         return DriverError(
-            f"{found}; expected a kernel for {info.arch}: warm or bundle for that architecture"
+            f"{found}; expected a kernel for {info.arch}: warm for that architecture"
         )
     if nvrtc_version is not None and nvrtc_version[0] <= major:
         # Any driver of a major version runs what any compiler of that major version made.
@@ -376,8 +376,8 @@ def _rejected(
         )
     return DriverTooOldError(
         f"{found}; expected a driver of at least the compiler's major version; update the driver "
-        "to 580 or newer, or pip install 'jitconv[cu12]' (drivers 525 to 579) and run "
-        "'jitconv warm --refresh'"
+        "to 580 or newer, or pip install 'jitconv[cu12]' (drivers 525 to 579), run 'jitconv cache clear' "
+        "and call again"
     )
 
 
