@@ -19,6 +19,7 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 
 demo: $(INSTALLED)
 	$(BIN)/jitconv demo
+	@echo '(first: . $(BIN)/activate)'
 
 # pytest comes last: its closing line is the summary of the run. The tests of tests/gpu share one
 # worker (tests/gpu/conftest.py), so that they do not compete for the memory of the device.

@@ -84,7 +84,7 @@ def _archs(ctx: click.Context, option: click.Parameter, text: str | None) -> tup
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time. Default: one per core.")
 def warm(manifests: Sequence[str], archs: tuple[str, ...], jobs: int | None) -> None:
-    """Compile the kernels of manifests ahead of time, with or without a GPU.
+    """Compile the kernels of manifests ahead of time; needs no GPU.
 
     MANIFEST is the path of a TOML file, the name of one that comes with jitconv (headline), or one entry of either
     (headline:w1). What the store has already is not compiled again.
@@ -96,8 +96,8 @@ def warm(manifests: Sequence[str], archs: tuple[str, ...], jobs: int | None) -> 
     from jitconv.warm import jobs_of
     from jitconv.warm import warm as run
 
-    targets = chosen_archs(archs)
-    planned = jobs_of([entry for text in manifests for entry in select(text)], targets)
+    entries = [entry for text in manifests for entry in select(text)]
+    planned = jobs_of(entries, chosen_archs(archs))
     store = _store()
     with _progress(len(planned)) as show:
         report = run(planned, store, workers=jobs, progress=show)
@@ -136,6 +136,7 @@ def _state(outcome: Outcome) -> str:
 
 
 def _print_report(report: Report, store: Store) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -147,7 +148,7 @@ def _print_report(report: Report, store: Store) -> None:
     for outcome in report.outcomes:
         numbers = ("–", "–") if outcome.state == "failed" else (str(outcome.registers), f"{outcome.spills} B")
         addresses = " ".join(outcome.job.addresses)
-        table.add_row(addresses, outcome.job.arch, outcome.name, *numbers, _state(outcome))
+        table.add_row(escape(addresses), outcome.job.arch, outcome.name, *numbers, _state(outcome))
     _console().print(table)
     click.echo(
         f"kernels: {report.count('compiled')} compiled, {report.count('warm')} already warm, "
@@ -168,7 +169,9 @@ def _print_report(report: Report, store: Store) -> None:
 )
 @click.option("--kernel", "index", type=click.IntRange(min=0), help="Only this kernel, counted from 0.")
 def inspect(address: str, archs: tuple[str, ...], form: str, index: int | None) -> None:
-    """Show what is generated for one problem: source, PTX, SASS, resources; warm or not.
+    """Show the source, PTX, SASS and resources of one problem.
+
+    The kernels need not be warm.
 
     ADDRESS is an entry of a manifest: headline:w1, or shapes.toml:block.
     """
@@ -238,7 +241,7 @@ def _entry_row(entry: EntryInfo) -> list[str]:
 
 @cache.command()
 def info() -> None:
-    """Show where the store is, how full, and whether anything was moved aside."""
+    """Show where the store is, how full, and what was moved aside."""
     from jitconv.report import size
 
     store = _store()
@@ -296,9 +299,10 @@ def _console() -> Console:
 
 @main.command()
 def demo() -> None:
-    """The three headline operators from template to result: generate, compile, run, compare with PyTorch.
+    """Take the three headline operators from template to result.
 
-    With a GPU at full size beside eager PyTorch and torch.compile, without one in the emulator on small inputs.
+    Generates, compiles, runs and compares with PyTorch: with a GPU at full size beside eager PyTorch and torch.compile,
+    without one in the emulator on small inputs.
     """
     from jitconv.demo import demo as run
 
@@ -307,7 +311,7 @@ def demo() -> None:
 
 @main.command()
 def doctor() -> None:
-    """What this machine has, what works with it, and what would go wrong.
+    """Say what this machine has, and what would go wrong.
 
     Exit status: 1 when generated kernels should work here and cannot. A machine without a GPU is not ill.
     """

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from rich.markup import escape
 from torch import Tensor
 
 from jitconv import emulate, emulated
@@ -136,7 +137,7 @@ def _show_compiled(console: Console, inspection: Inspection, index: int) -> bool
         resources = kernel.resources
     except (NVRTCNotFoundError, NVRTCVersionError) as error:
         lines = kernel.source.splitlines()
-        console.print(f"    [yellow]not compiled[/]: {error}", soft_wrap=True)
+        console.print(f"    [yellow]not compiled[/]: {escape(str(error))}", soft_wrap=True)
         console.print(f"    generated  {len(lines)} lines of CUDA: jitconv inspect {inspection.title} --format source")
         return False
     origin = "from the store, compiled earlier in" if kernel.was_stored else "in"
@@ -152,8 +153,8 @@ def _emulate_all(console: Console) -> None:
     try:
         compiler = emulate.compiler()
     except EmulatorUnavailableError as error:
-        console.print(f"\n[yellow]not run[/]: {error}", soft_wrap=True)
-        console.print("The kernels above are compiled all the same; they need a GPU, or this compiler, to run.")
+        console.print(f"\n[yellow]not run[/]: {escape(str(error))}", soft_wrap=True)
+        console.print("The kernels above need a GPU, or this compiler, to run.")
         return
     console.print(
         f"\nThe CUDA text that was generated above, byte for byte, built by {compiler} with address and undefined-"
@@ -221,7 +222,7 @@ def _race_at(console: Console, headline: Headline, shape: tuple[int, ...], note:
         table.add_row(name, f"{timing}", ratio, f"{errors[name]:.1e}", style="bold" if name == "jitconv" else "")
     console.print(table)
     for name, reason in failed.items():
-        console.print(f"  {name}: not run: {reason}", soft_wrap=True)
+        console.print(f"  {name}: not run: {escape(reason)}", soft_wrap=True)
 
 
 def _peers(headline: Headline, tensors: Tensors) -> dict[str, Callable[[], Tensor]]:

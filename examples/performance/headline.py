@@ -185,6 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder for headline.md and headline.json; none: print only")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "error: no GPU that torch can use: there is nothing to measure here\n")
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     sections, record = [], {}
