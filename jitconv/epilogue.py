@@ -344,7 +344,7 @@ def reciprocal() -> Step:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Steps that need more than one element. Their kernels are templates/rows.cu.j2; `cuda` is empty.
+# Steps that need more than one element. Their kernels are templates/layer_norm.cu.j2 and pool.cu.j2; `cuda` is empty.
 
 
 def _layer_norm_reference(

@@ -213,11 +213,6 @@ class Problem:
             count *= k
         return count
 
-    @property
-    def value_channels(self) -> int:
-        """Channels of the tensor that `between` sees (depthwise-separable only)."""
-        return self.mid_channels or self.out_channels
-
     def convolution_extents(self, extents: Sequence[int]) -> tuple[int, ...]:
         """Spatial extents of the convolution's own output, before any pool, for input ``extents``.
 

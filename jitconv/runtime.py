@@ -120,9 +120,3 @@ def loaded_kernel(kernel: KernelPlan, shared_bytes: int, device: int) -> launch.
     )
     with _lock:
         return _loaded.setdefault((key, device), loaded)
-
-
-def clear_memory() -> None:
-    """Forget every prepared call (kernels stay loaded); the store is untouched."""
-    with _lock:
-        _prepared.clear()

@@ -91,7 +91,7 @@ class HaloTile:
 class KernelPlan:
     """One kernel launch of a plan: steps ``[first, last)`` of the epilogue of ``problem``.
 
-    ``source_dtype`` is what it reads, ``target_dtype`` and ``target_format`` what it writes. ``conv_value``: a
+    ``source_dtype`` is what it reads, ``target_dtype`` what it writes. ``conv_value``: a
     later step asks for the convolution's own value, which this kernel reads from the first workspace.
     """
 
