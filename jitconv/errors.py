@@ -49,7 +49,7 @@ class NVRTCNotFoundError(ToolchainError):
     """cuda-python or the NVRTC library (or its builtins library) cannot be loaded.
 
     Remedy: install one of the extras, ``jitconv[cu13]`` or ``jitconv[cu12]``. A process that
-    only loads kernels from a bundle or a warm store never needs NVRTC.
+    only loads kernels from a warm store never needs NVRTC.
     """
 
 

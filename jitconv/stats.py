@@ -34,7 +34,6 @@ class Stats:
         store_hits: kernels found in the on-disk store.
         store_misses: kernels looked for in the on-disk store and not found.
         memory_hits: kernels found already loaded in this process.
-        bundle_hits: kernels found in a read-only bundle.
         launches: kernel launches of generated kernels.
         generated_calls: public calls served by generated kernels.
         torch_calls: public calls served by PyTorch's own operators.
@@ -49,7 +48,6 @@ class Stats:
     store_hits: int = 0
     store_misses: int = 0
     memory_hits: int = 0
-    bundle_hits: int = 0
     launches: int = 0
     generated_calls: int = 0
     torch_calls: int = 0
