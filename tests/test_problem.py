@@ -83,7 +83,9 @@ def test_a_part_of_a_step_is_missing_from_the_identity(step: StepSpec) -> None:
     assert replace(BASE, epilogue=(step, POOL, NORM)).digest() != BASE.digest()
 
 
-@pytest.mark.parametrize("problem", [BASE, *(replace(BASE, **{n: v}) for n, v in CHANGES.items())], ids=["base", *CHANGES])
+@pytest.mark.parametrize(
+    "problem", [BASE, *(replace(BASE, **{n: v}) for n, v in CHANGES.items())], ids=["base", *CHANGES]
+)
 def test_json_loses_something(problem: Problem) -> None:
     again = Problem.from_canonical(json.loads(canonical_json(problem.canonical())))
     assert again == problem
