@@ -35,6 +35,7 @@ _log = logging.getLogger("jitconv")
 _PREPARED_LIMIT = 4096
 
 _lock = threading.Lock()
+_loading = threading.Lock()
 _prepared: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
 _loaded: dict[tuple[str, int], launch.LoadedKernel] = {}
 
@@ -114,9 +115,12 @@ def loaded_kernel(kernel: KernelPlan, shared_bytes: int, device: int) -> launch.
             "call the same function once with the same shapes before the capture"
         )
     entry = compiled_kernel(kernel, arch)
-    _log.info("loading %s (%s) on device %d", entry.metadata["name"], key[:12], device)
-    loaded = launch.load(
-        entry.cubin, entry.metadata["name"], device=device, shared_bytes=shared_bytes, arch=arch
-    )
-    with _lock:
-        return _loaded.setdefault((key, device), loaded)
+    # A module stays loaded until the process ends: of threads that come at once, one loads it.
+    with _loading:
+        found = _loaded.get((key, device))
+        if found is None:
+            _log.info("loading %s (%s) on device %d", entry.metadata["name"], key[:12], device)
+            found = _loaded[key, device] = launch.load(
+                entry.cubin, entry.metadata["name"], device=device, shared_bytes=shared_bytes, arch=arch
+            )
+        return found
