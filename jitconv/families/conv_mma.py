@@ -57,7 +57,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "steps": tile.steps,
             "threads": tile.threads,
             # Blocks that a multiprocessor holds at once: what the compiler may spend in registers.
-            "blocks": 1 if tile.parts == 2 else 2,
+            "blocks": 1 if tile.parts == 2 else 3,
         },
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
         "bias": p.bias,

@@ -12,9 +12,9 @@ from jitconv.problem import Problem
 #: Boxes of output positions by rank and by how many positions: near-cubes keep the halo small, and 16 positions
 #: along w keep the reads of a row in whole sectors.
 _BOXES = {
-    1: {512: (1, 1, 512), 256: (1, 1, 256), 128: (1, 1, 128)},
-    2: {512: (1, 16, 32), 256: (1, 8, 32), 128: (1, 8, 16)},
-    3: {512: (4, 8, 16), 256: (4, 4, 16), 128: (2, 4, 16)},
+    1: {512: (1, 1, 512), 256: (1, 1, 256), 128: (1, 1, 128), 64: (1, 1, 64)},
+    2: {512: (1, 16, 32), 256: (1, 8, 32), 128: (1, 8, 16), 64: (1, 4, 16)},
+    3: {512: (4, 8, 16), 256: (4, 4, 16), 128: (2, 4, 16), 64: (2, 2, 16)},
 }
 
 #: Fewer input channels in a group would leave most of a product's k empty.
@@ -40,28 +40,25 @@ def _candidates(problem: Problem) -> list[HaloTile]:
     """Tiles in order of preference."""
     outputs = problem.out_channels // problem.groups
     math = _math(problem)
-    # Two blocks a multiprocessor, so that one stages or finishes while the other multiplies: 128 registers a thread,
-    # half of them accumulators. Split products keep a second set of those, and have a multiprocessor to themselves.
-    promote = max(1, 3 // problem.kernel_size[-1]) if math == "TF32X3" else 0
+    split = math == "TF32X3"
     channel_tiles = min(2, -(-outputs // 16))
-    channel_warps = min(4, -(-outputs // (16 * channel_tiles)))
-    if channel_warps == 3:
-        channel_warps = 4
+    channel_warps = min(2, -(-outputs // (16 * channel_tiles)))
+    # Three blocks of four warps a multiprocessor, so that some stage or finish while others multiply: 168 registers a
+    # thread. Split products keep a second set of accumulators, and eight warps have a multiprocessor to themselves.
+    warps = 8 if split else 4
+    # Long rows of taps are unrolled: they leave registers for fewer accumulators.
+    most_tiles = 4 if problem.kernel_size[-1] > 3 else 8
+    promote = max(1, 3 // problem.kernel_size[-1]) if split else 0
+    channels = problem.in_channels // problem.groups
     tiles = []
-    for positions in (512, 256, 128):
-        box = _BOXES[problem.rank][positions]
-        position_warps = 8 // channel_warps
+    for positions, box in _BOXES[problem.rank].items():
+        position_warps = warps // channel_warps
         position_tiles = positions // 8 // position_warps
-        if position_tiles > 8:
-            continue
-        if position_tiles < 2:
+        if not 2 <= position_tiles <= most_tiles:
             continue
         # Few taps: several products along k per chunk, so that a barrier has work between it and the next.
-        channels = problem.in_channels // problem.groups
         for steps in (4, 2, 1) if problem.taps < 9 else (1,):
-            tile = HaloTile(
-                box, channel_warps, position_warps, channel_tiles, position_tiles, math, steps, promote
-            )
+            tile = HaloTile(box, channel_warps, position_warps, channel_tiles, position_tiles, math, steps, promote)
             if steps == 1 or channels >= tile.step_channels * steps:
                 tiles.append(tile)
     return tiles

@@ -27,6 +27,9 @@ enum class Math {
     BFLOAT16,
 };
 
+// Whether one of the two is a multiple of the other.
+__device__ constexpr bool divides(int a, int b) { return a % b == 0 || b % a == 0; }
+
 template <
     int D_, int H_, int W_, int HALO_D_, int HALO_H_, int HALO_W_, int CHANNEL_WARPS_, int POSITION_WARPS_,
     int CHANNEL_TILES_, int POSITION_TILES_, int STEPS_, Math MATH_>
@@ -55,6 +58,8 @@ struct HaloTile {
     static_assert(POSITIONS == POSITION_WARPS * WARP_POSITIONS, "warps share the box evenly");
     static_assert(POSITION_TILES % 2 == 0, "load_matrices fetches two position tiles at a time");
     static_assert(HALO <= PLANE, "a plane holds the halo");
+    // So that the 16 positions of a pair of tiles lie at the same distance from a warp's first ones in every warp.
+    static_assert(W % 16 == 0 && divides(W, WARP_POSITIONS) && divides(H * W, WARP_POSITIONS), "warps own whole rows");
 };
 
 template <class Tile>
@@ -64,7 +69,7 @@ struct alignas(16) HaloStorage {
 
 // Position inside the box -> position inside the halo, before taps shift it.
 template <class Tile, int STRIDE_D, int STRIDE_H, int STRIDE_W>
-__device__ __forceinline__ int halo_position(int position) {
+__device__ constexpr int halo_position(int position) {
     const int d = position / (Tile::H * Tile::W);
     const int h = position / Tile::W % Tile::H;
     const int w = position % Tile::W;
@@ -82,17 +87,18 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, uint32_t
     }
 }
 
-// acc += the whole reduction. `weights` points to this warp's lane in the packed stream of its channels, which holds
+// acc += the whole reduction. `position` is where this lane's row of the warp's first pair of position tiles lies in
+// the halo; a tap shifts it by SHIFT_D, SHIFT_H, SHIFT_W. `weights` points to this warp's lane in the packed stream of its channels, which holds
 // [k step][tap][channel warp][channel tile][part][lane] and one round of padding behind it; `stage.load(unit, chunk)`
 // fetches a unit of the halo and `stage.store(loaded, buffer, unit, chunk)` converts and writes it, behind a row of
 // taps, when it has arrived. PROMOTE_ROWS > 0: the tensor core accumulates that many rows of taps, and their sum is
 // added in fp32, because its own additions truncate.
 template <
-    class Tile, int TAPS_D, int TAPS_H, int TAPS_W, int SHIFT_D, int SHIFT_H, int SHIFT_W, int PROMOTE_ROWS,
-    class Stage>
+    class Tile, int TAPS_D, int TAPS_H, int TAPS_W, int STRIDE_D, int STRIDE_H, int STRIDE_W, int SHIFT_D, int SHIFT_H,
+    int SHIFT_W, int PROMOTE_ROWS, class Stage>
 __device__ __forceinline__ void accumulate_halo(
     float (&acc)[Tile::CHANNEL_TILES][Tile::POSITION_TILES][4], HaloStorage<Tile>& storage,
-    const int (&position)[Tile::POSITION_TILES / 2], int chunks, const uint4* weights, const Stage& stage) {
+    int position, int chunks, const uint4* weights, const Stage& stage) {
     constexpr int ROWS = Tile::STEPS * TAPS_D * TAPS_H;  // rows of taps along w, per chunk
     constexpr int SLICE = (Tile::UNITS + ROWS - 1) / ROWS;  // units staged per row
     constexpr int PROMOTE = PROMOTE_ROWS > 0 ? PROMOTE_ROWS : 1;
@@ -130,7 +136,7 @@ __device__ __forceinline__ void accumulate_halo(
                     (&sum[0][0][0])[i] = 0.0f;
                 }
             }
-            const uint4* halo = &storage.halo[buffer][0][2 * step + plane][tap_d * SHIFT_D + tap_h * SHIFT_H];
+            const uint4* halo = &storage.halo[buffer][0][2 * step + plane][position + tap_d * SHIFT_D + tap_h * SHIFT_H];
 #pragma unroll
             for (int tap = 0; tap < TAPS_W; ++tap) {
                 weights += TAP_STRIDE;
@@ -141,9 +147,10 @@ __device__ __forceinline__ void accumulate_halo(
 #pragma unroll
                 for (int pair = 0; pair < Tile::POSITION_TILES / 2; ++pair) {
                     uint32_t b[Tile::PARTS][4];
+                    const int apart = halo_position<Tile, STRIDE_D, STRIDE_H, STRIDE_W>(pair * 16);
 #pragma unroll
                     for (int part = 0; part < Tile::PARTS; ++part) {
-                        load_matrices(b[part], halo + position[pair] + tap * SHIFT_W + part * PART_STRIDE);
+                        load_matrices(b[part], halo + apart + tap * SHIFT_W + part * PART_STRIDE);
                     }
 #pragma unroll
                     for (int m = 0; m < Tile::CHANNEL_TILES; ++m) {
