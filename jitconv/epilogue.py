@@ -471,6 +471,8 @@ def register(
             )
     if len(set(operands)) != len(operands):
         raise ValueError(f"register: operands={tuple(operands)!r}: expected distinct names")
+    if "//" in cuda:
+        raise ValueError(f"register: cuda={cuda!r}: expected an expression without // comments; put them in preamble")
     if not cuda.strip():
         raise ValueError("register: cuda='': expected a C++ expression in v")
     kind = StepKind(name, cuda.strip(), torch, tuple(operands), preamble=preamble)

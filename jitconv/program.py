@@ -236,7 +236,8 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
         x_memory_format="channels_last" if channels_last else "channels_first",
         x_vector=channels_last and _on_tensor_cores(call) and _vectors_of_channels(x, g.groups),
-        precision=call.precision if x.dtype == torch.float32 else "ieee",
+        # Where precision changes nothing it is no part of the identity: one kernel serves every setting.
+        precision=call.precision if _on_tensor_cores(call) and x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
             # Coordinates too, padding included: an expanded x may be longer than its memory.

@@ -213,6 +213,8 @@ def test_an_operand_is_called_what_the_kernel_uses_itself(name: str) -> None:
 def test_a_registration_without_meaning_is_accepted() -> None:
     with pytest.raises(ValueError, match="register: name='my step'"):
         E.register("my step", cuda="v", torch=scaled)
+    with pytest.raises(ValueError, match="without // comments"):
+        E.register("commented", cuda="v + 1  // one more", torch=lambda v: v + 1)
     with pytest.raises(ValueError, match=r"cuda='': expected a C\+\+ expression"):
         E.register("mine", cuda="  ", torch=scaled)
     with pytest.raises(ValueError, match="expected distinct names"):

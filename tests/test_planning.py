@@ -286,3 +286,20 @@ def test_other_numbers_and_addresses_need_another_program() -> None:
         return Case("conv2d", x.clone(), (weight.clone(),), (bias,), chain=(step, layer_norm(6, seed=seed)))
 
     assert signature(case(0.1, 1)) == signature(case(0.7, 2))
+
+
+def test_precision_makes_a_second_kernel_where_it_changes_nothing() -> None:
+    def problems(operator: str, dtype: torch.dtype) -> set[object]:
+        x, w = torch.empty(1, 8, 9, 9, device="meta", dtype=dtype), torch.empty(8, 8, 3, 3, device="meta", dtype=dtype)
+        found = set()
+        for precision in ("ieee", "tf32", "tf32x3", None):
+            call, _ = functional.convolution_call(
+                operator, 2, operator.startswith("conv_transpose"), x, w, None, (), precision,
+                stride=1, padding=0, dilation=1, groups=1,
+            )  # fmt: skip
+            found.add(program.build(call).problem)
+        return found
+
+    assert len(problems("conv_transpose2d", torch.float32)) == 1
+    assert len(problems("conv2d", torch.float16)) == 1
+    assert len(problems("conv2d", torch.float32)) == 3
