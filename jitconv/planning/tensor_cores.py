@@ -46,8 +46,9 @@ def _candidates(problem: Problem) -> list[HaloTile]:
     # Three blocks of four warps a multiprocessor, so that some stage or finish while others multiply: 168 registers a
     # thread. Split products keep a second set of accumulators, and eight warps have a multiprocessor to themselves.
     warps = 8 if split else 4
-    # Long rows of taps are unrolled: they leave registers for fewer accumulators.
-    most_tiles = 4 if problem.kernel_size[-1] > 3 else 8
+    # Long rows of taps are unrolled, and strides cost addresses: both leave registers for fewer accumulators.
+    tight = problem.kernel_size[-1] > 3 or (split and any(stride > 1 for stride in problem.stride))
+    most_tiles = 4 if tight else 8
     promote = max(1, 3 // problem.kernel_size[-1]) if split else 0
     channels = problem.in_channels // problem.groups
     tiles = []
