@@ -51,6 +51,12 @@ _LIMITS = {
     120: Limits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
 }
 
+#: Where a float32 product is worth splitting into three of TF32: dense TF32 runs there at 8 (sm_80), 7 (sm_90) and 14
+#: (sm_100) times the rate of FFMA, by the vendor's data sheets of A100, H100 and B200. On sm_86, sm_89 and sm_120 it
+#: runs at FFMA's own rate (GeForce) or twice that (workstation boards), so three products lose; below sm_80 there is
+#: no TF32. What is not listed has not been looked at, and takes FFMA.
+_SPLITS_FP32 = frozenset({80, 90, 100})
+
 
 def normalize_arch(arch: str) -> str:
     """Return the exact name of an architecture, such as ``"sm_90a"`` for ``"sm_90"``.
@@ -81,6 +87,11 @@ def normalize_arch(arch: str) -> str:
 def arch_number(arch: str) -> int:
     """Return the number in an architecture's name: 90 for ``"sm_90a"``, 120 for ``"sm_120"``."""
     return int(normalize_arch(arch).removeprefix("sm_").rstrip("af"))
+
+
+def splits_fp32(arch: str) -> bool:
+    """Whether fp32 accuracy is cheaper as three TF32 products on tensor cores than by FFMA."""
+    return arch_number(arch) in _SPLITS_FP32
 
 
 def arch_of_capability(capability: tuple[int, int]) -> str:

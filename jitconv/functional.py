@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 
 from jitconv import epilogue as E
 from jitconv import reference, validation
-from jitconv.problem import DTYPES, PRECISIONS
+from jitconv.precision import resolved
+from jitconv.problem import DTYPES
 from jitconv.program import Call, output_format
 from jitconv.stats import count
 
@@ -89,8 +90,13 @@ def conv2d(
         groups: must divide C and K.
         padding_mode: ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``.
         epilogue: steps of :mod:`jitconv.epilogue`, applied in order.
-        precision: how float32 is multiplied where tensor cores serve the call (forward convolutions, sm_80 and up):
-            ``'tf32'`` one TF32 product, ``'tf32x3'`` three of fp32 accuracy; ``'ieee'`` or None in fp32 throughout.
+        precision: how float32 is multiplied. ``'tf32'``: operands rounded to TF32, on the tensor cores of sm_80 and up.
+            ``'ieee'``: with fp32's accuracy over fp32's whole range; by three TF32 products where tensor cores outrun
+            fp32 (FFMA) by more than that costs (sm_80, sm_90, sm_100), else by FFMA. None: as torch's convolutions
+            are multiplied at this moment, which ``torch.backends.cudnn.conv.fp32_precision`` says (``'tf32'`` unless
+            changed; anything but that is ``'ieee'``). One or two channels a group are multiplied by FFMA at any
+            precision. It means nothing to other dtypes, to CPU tensors, and to what PyTorch computes, gradients
+            included: that follows torch's setting.
 
     Returns:
         ``[N, K, oH, oW]`` (or what the epilogue makes of it) in the dtype of ``input``, rounded once at the end;
@@ -196,7 +202,8 @@ def conv_transpose2d(
         groups: must divide C.
         dilation: spacing of the filter taps.
         epilogue: steps of :mod:`jitconv.epilogue`, applied in order.
-        precision: as in :func:`jitconv.conv2d`.
+        precision: ``'ieee'``, ``'tf32'`` or None, as in :func:`jitconv.conv2d`; without effect yet: every precision
+            is multiplied in fp32 (FFMA).
 
     Returns:
         ``[N, K, oH, oW]`` (or what the epilogue makes of it); dtype and memory format as in :func:`jitconv.conv2d`.
@@ -271,7 +278,8 @@ def depthwise_separable_conv2d(
         stride, padding, dilation: of the depthwise convolution, as in :func:`jitconv.conv2d`.
         between: pointwise steps on the depthwise result (with its bias), before the pointwise convolution.
         epilogue: steps after the pointwise convolution.
-        precision: as in :func:`jitconv.conv2d`.
+        precision: ``'ieee'``, ``'tf32'`` or None, as in :func:`jitconv.conv2d`; without effect yet: every precision
+            is multiplied in fp32 (FFMA), in both convolutions.
 
     Returns:
         ``[N, K, oH, oW]`` (or what the epilogue makes of it); dtype and memory format as in :func:`jitconv.conv2d`.
@@ -330,7 +338,7 @@ def convolution_call(
     """Check the arguments of a (transposed) convolution; the Call, and whether ``input`` lacked a batch axis."""
     named = {"input": input, "weight": weight, "bias": bias}
     _check_tensors(function, named, optional=("bias",), transposed=transposed)
-    _check_precision(function, precision)
+    precision = resolved(function, precision)
     x, batched = validation.batched(function, input, rank)
     geometry = validation.geometry(function, x, weight, transposed=transposed, **parameters)
     validation.check_convolution(function, x, weight, bias, geometry, transposed)
@@ -346,7 +354,7 @@ def convolution_call(
         between=(),
         epilogue=chain,
         memory_format=output_format(x, (weight,)),
-        precision=precision or "ieee",
+        precision=precision,
     )
     return call, not batched
 
@@ -368,7 +376,7 @@ def separable_call(
         "x": x, "dw_weight": dw_weight, "pw_weight": pw_weight, "dw_bias": dw_bias, "pw_bias": pw_bias,
     }  # fmt: skip
     _check_tensors(function, named, optional=("dw_bias", "pw_bias"))
-    _check_precision(function, precision)
+    precision = resolved(function, precision)
     batch, batched = validation.batched(function, x, 2, "x")
     channels = batch.shape[1]
     validation.check_separable(function, batch, dw_weight, pw_weight, dw_bias, pw_bias)
@@ -394,7 +402,7 @@ def separable_call(
         between=chain,
         epilogue=_chain(function, x, epilogue, "epilogue"),
         memory_format=output_format(batch, (dw_weight, pw_weight)),
-        precision=precision or "ieee",
+        precision=precision,
     )
     return call, not batched
 
@@ -422,11 +430,6 @@ def _chain(function: str, x: Tensor, steps: Steps, argument: str) -> tuple[E.Ste
     chain = E.as_chain(steps, f"{function}(): {argument}")
     validation.check_fusible(function, x, argument, chain)
     return chain
-
-
-def _check_precision(function: str, precision: str | None) -> None:
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"{function}(): precision={precision!r}: expected None or one of {PRECISIONS}")
 
 
 def torch_path_reason(call: Call) -> str | None:

@@ -24,8 +24,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 PADDING_MODES = ("zeros", "replicate", "reflect", "circular")
 
-#: How float32 is multiplied: ``ieee`` in fp32, ``tf32x3`` as three TF32 products of fp32 accuracy, ``tf32`` as one.
-PRECISIONS = ("ieee", "tf32x3", "tf32")
+#: How float32 is multiplied: ``ieee`` with fp32's accuracy and range, ``tf32`` with operands rounded to TF32.
+PRECISIONS = ("ieee", "tf32")
 
 MEMORY_FORMATS = ("channels_first", "channels_last")
 

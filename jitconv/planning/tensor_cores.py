@@ -5,7 +5,7 @@ As everywhere in planning, the choice looks at the Problem and the architecture,
 
 from __future__ import annotations
 
-from jitconv.architectures import arch_number, limits_of
+from jitconv.architectures import arch_number, limits_of, splits_fp32
 from jitconv.families import HaloTile, KernelPlan, conv_mma
 from jitconv.problem import Problem
 
@@ -27,7 +27,7 @@ def choose_halo_tile(problem: Problem, arch: str) -> HaloTile | None:
         return None
     if problem.in_channels // problem.groups < _FEWEST_CHANNELS:
         return None
-    if problem.dtype == "float32" and problem.precision == "ieee":
+    if problem.dtype == "float32" and problem.precision == "ieee" and not splits_fp32(arch):
         return None
     limit = limits_of(arch).shared_block
     for tile in _candidates(problem):
@@ -70,4 +70,4 @@ def _math(problem: Problem) -> str:
         return "HALF"
     if problem.dtype == "bfloat16":
         return "BFLOAT16"
-    return {"tf32": "TF32", "tf32x3": "TF32X3"}[problem.precision]
+    return {"tf32": "TF32", "ieee": "TF32X3"}[problem.precision]
