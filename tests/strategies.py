@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import jitconv
 from jitconv import epilogue as E
-from jitconv import functional
+from jitconv import emulated, functional, program
 from jitconv.program import Call
 
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -217,7 +218,7 @@ class Case:
         return result
 
     def call(self) -> Call:
-        """The checked Call behind the public function."""
+        """The checked Call behind the public function, at the precision that its expected value asks for."""
         tensors, named = self.arguments()
         chain = named.pop("epilogue")
         defaults: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1}
@@ -225,10 +226,10 @@ class Case:
             if len(self.biases) == 1:
                 tensors.append(None)
             between = named.pop("between")
-            return functional.separable_call(*tensors, between, chain, None, **{**defaults, **named})[0]
+            return functional.separable_call(*tensors, between, chain, "ieee", **{**defaults, **named})[0]
         defaults["groups"] = 1
         return functional.convolution_call(
-            self.function, self.rank, "transpose" in self.function, *tensors, chain, None, **{**defaults, **named}
+            self.function, self.rank, "transpose" in self.function, *tensors, chain, "ieee", **{**defaults, **named}
         )[0]
 
     def to(self, device: torch.device | str) -> Case:
@@ -300,6 +301,17 @@ def apply(chain: Iterable[Twin], v: Tensor) -> Tensor:
 
 
 # ---- Comparison -----------------------------------------------------------------------------------------
+
+
+def emulate(call: Call, **options: Any) -> Tensor:
+    """``call`` in the emulator; float32 by FFMA kernels, which an architecture without tensor cores gets for any call.
+
+    Those on tensor cores take seconds to build; test_tensor_cores.py has them. 16-bit types take them here too.
+    """
+    arch = "sm_75" if call.x.dtype == torch.float32 else program.EMULATED_ARCH
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "EMULATED_ARCH", arch)
+        return emulated.run(call, **options)
 
 
 def assert_matches(case: Case, result: Tensor) -> None:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jitconv
-from jitconv import emulated, functional, runtime
+from jitconv import functional, runtime
 from jitconv import epilogue as E
 from jitconv.program import Call
+from tests.strategies import emulate
 
 
 class Kernels:
@@ -422,7 +423,7 @@ def test_a_module_does_not_learn() -> None:
 @pytest.mark.compiler
 def test_the_gradient_of_a_generated_kernel_differs_from_eager_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(call: Call, **options: Any) -> Tensor:
-        return emulated.run(call, sanitize=False)
+        return emulate(call, sanitize=False)
 
     monkeypatch.setattr(functional, "torch_path_reason", lambda call: None)
     monkeypatch.setattr(runtime, "run", run)

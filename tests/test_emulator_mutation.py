@@ -15,7 +15,7 @@ from jitconv.families import KernelPlan
 from jitconv.render import Rendered, render
 from tests.kernels import Kernel, cases, load
 from tests.kernels.mutation import SYNCHRONISING, mutants, mutations, notices, survivors
-from tests.strategies import Case, assert_matches, layer_norm, make_tensor, pool
+from tests.strategies import Case, assert_matches, emulate, layer_norm, make_tensor, pool
 
 pytestmark = pytest.mark.compiler
 
@@ -91,7 +91,7 @@ def _cases() -> Iterator[Case]:
 def test_every_barrier_of_the_generated_kernels_is_needed_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     unnoticed: dict[str, bool] = {}
     for case in _cases():
-        for kernel in [render(step.kernel) for step in program.build(case.call()).launches]:
+        for kernel in [render(step.kernel) for step in program.build(case.call(), "sm_75").launches]:
             files = [kernel.name, *(name for name in kernel.headers if name.startswith("device/"))]
             for statement, mutant in itertools.chain(*(mutants(kernel, file) for file in files)):
                 if unnoticed.get(statement, True):
@@ -110,6 +110,6 @@ def _noticed(case: Case, kernel: Rendered, mutant: Any, monkeypatch: pytest.Monk
     def check(races: bool) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(emulated, "render", rendered)
-            assert_matches(case, emulated.run(case.call(), races=races, schedules=ALL_SCHEDULES))
+            assert_matches(case, emulate(case.call(), races=races, schedules=ALL_SCHEDULES))
 
     return notices(lambda: check(races=False)) or notices(lambda: check(races=True))

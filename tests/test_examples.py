@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import jitconv
-from jitconv import emulated, program
+from jitconv import program
 from jitconv import epilogue as E
 from jitconv.calls import call_of
 from jitconv.manifest import load
+from tests.strategies import emulate
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -70,7 +71,7 @@ def test_custom_step_computes_the_same_in_the_generated_kernel() -> None:
         x, alpha = tensors
         return {"padding": ((6, 0),), "epilogue": [snake(alpha), E.add(x)]}
 
-    out = emulated.run(call_of(jitconv.conv1d, x, weight, bias, **arguments(x, alpha)))
+    out = emulate(call_of(jitconv.conv1d, x, weight, bias, precision="ieee", **arguments(x, alpha)))
     double = x.double()
     expected = jitconv.conv1d(double, weight.double(), bias.double(), **arguments(double, alpha.double()))
     assert (out - expected).norm() / expected.norm() < 1e-6

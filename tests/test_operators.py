@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitconv import emulated, program
+from jitconv import program
 from jitconv.emulate import Schedule
 from tests.strategies import (
     CHANNELS_LAST,
     Case,
     assert_matches,
+    emulate,
     expected_format,
     layer_norm,
     make_tensor,
@@ -36,7 +37,7 @@ ONE_SCHEDULE = (Schedule(),)
 
 def check(case: Case, **options: Any) -> Tensor:
     """Run ``case`` in the emulator; its result must match torch in float64, its strides the memory format's rule."""
-    result = emulated.run(case.call(), **options)
+    result = emulate(case.call(), **options)
     assert_matches(case, result)
     expected = torch.empty(result.shape, memory_format=expected_format(case.x, case.weights))
     assert result.stride() == expected.stride(), case
@@ -81,7 +82,7 @@ def run_everywhere(kernel: Kernel) -> None:
     layouts = ("contiguous", "sliced", "permuted", "expanded")
     for i, (batch, extents) in enumerate(kernel.sizes):
         check(kernel.case(batch, extents, layouts[i % len(layouts)], seed=10 * i))
-    empty = emulated.run(kernel.case(0, kernel.sizes[0][1], "contiguous").call())
+    empty = emulate(kernel.case(0, kernel.sizes[0][1], "contiguous").call())
     assert empty.shape[0] == 0
 
 
@@ -201,7 +202,7 @@ SEPARABLE = [
 def test_a_depthwise_separable_pair_is_wrong_at_some_size_or_layout(pair: Separable) -> None:
     for i, (size, layout) in enumerate(zip(PLANES, ("contiguous", "sliced", "permuted", "expanded"), strict=True)):
         check(pair.case(*size, layout, seed=10 * i))
-    assert emulated.run(pair.case(0, (9, 9), "contiguous").call()).shape[:2] == (0, pair.outputs)
+    assert emulate(pair.case(0, (9, 9), "contiguous").call()).shape[:2] == (0, pair.outputs)
 
 
 def test_a_step_between_the_convolutions_sees_a_rounded_or_biasless_value() -> None:
@@ -330,7 +331,7 @@ def test_the_bits_of_a_sample_depend_on_its_batch(batch: int) -> None:
     whole = kernel.case(7, (6, 5), "contiguous")
     call = whole.call()
     part = Case(kernel.function, whole.x[:batch], whole.weights, whole.biases, whole.parameters).call()
-    assert torch.equal(emulated.run(part, schedules=ONE_SCHEDULE), emulated.run(call, schedules=ONE_SCHEDULE)[:batch])
+    assert torch.equal(emulate(part, schedules=ONE_SCHEDULE), emulate(call, schedules=ONE_SCHEDULE)[:batch])
 
 
 def test_long_reductions_lose_more_than_torch_does() -> None:

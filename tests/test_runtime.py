@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import jitconv
 from jitconv import calls, launch, runtime
 from jitconv import epilogue as E
+from jitconv.architectures import KNOWN, arch_number
 from jitconv.compilation import compile_kernel
 from jitconv.errors import KernelNotWarmedError
 
@@ -28,6 +30,8 @@ class Device:
         self.loads: list[str] = []
         self.launches: list[bytes] = []
         self.capturing = False
+        #: One kernel a convolution: without tensor cores no kernel lays out the weights.
+        self.arch = "sm_75"
         self.meet: Callable[[], object] = lambda: None
 
     def load(self, cubin: bytes, name: str, **_: Any) -> Device:
@@ -41,7 +45,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(launch, "device_info", lambda ordinal: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(launch, "device_info", lambda ordinal: SimpleNamespace(arch=device.arch))
     monkeypatch.setattr(launch, "current_stream", lambda ordinal: 0)
     monkeypatch.setattr(launch, "is_capturing", lambda stream: device.capturing)
     monkeypatch.setattr(launch, "load", device.load)
@@ -106,3 +110,97 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured(device: Device) -> None:
     device.capturing = True
     run(batch=3)
     assert len(device.loads) == 1
+
+
+# ---- Precision ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def conv_setting(value: str) -> Iterator[None]:
+    """torch's own setting for convolutions, put back behind."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = value
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
+def kernels_of_a_call(**arguments: Any) -> list[str]:
+    """The kinds of product of the kernels that a call runs: the tile's math, ``FFMA`` where it has none."""
+    call = calls.call_of(jitconv.conv2d, torch.ones(1, 4, 5, 6), WEIGHT, padding=1, **arguments)
+    runtime.run(call)
+    launches = runtime._prepared[call.signature()].program.launches
+    return [getattr(step.kernel.tile, "math", "FFMA") for step in launches]
+
+
+@pytest.fixture
+def uncompiled(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A GPU with the tensor cores of sm_90a, on which which kernels are loaded is all that matters."""
+    device.arch = "sm_90a"
+    entry = SimpleNamespace(cubin=b"", metadata={"name": "a kernel"})
+    monkeypatch.setattr(runtime, "compiled_kernel", lambda kernel, arch: entry)
+    return device
+
+
+SPLIT, ROUNDED = ["TF32X3"] * 2, ["TF32"] * 2  # the weights are laid out, then convolved
+
+
+def test_a_change_of_torchs_setting_between_two_calls_is_missed(uncompiled: Device) -> None:
+    for setting, expected in (("tf32", ROUNDED), ("ieee", SPLIT), ("tf32", ROUNDED), ("none", SPLIT)):
+        with conv_setting(setting):
+            assert kernels_of_a_call() == expected, setting
+    assert len(uncompiled.loads) == 4
+    assert len(runtime._prepared) == 2
+
+
+def test_the_older_names_of_torchs_setting_are_not_followed(uncompiled: Device) -> None:
+    assert kernels_of_a_call() == ROUNDED
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert kernels_of_a_call() == SPLIT
+    assert kernels_of_a_call() == ROUNDED
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert kernels_of_a_call() == SPLIT
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+    assert kernels_of_a_call() == ROUNDED
+
+
+def test_a_mixture_of_old_and_new_settings_raises(uncompiled: Device) -> None:
+    """Of convolutions alone torch always has an answer; of convolutions and RNNs together it has none here."""
+    with conv_setting("ieee"):
+        with pytest.raises(RuntimeError):
+            _ = torch.backends.cudnn.allow_tf32
+        assert kernels_of_a_call() == SPLIT
+    with conv_setting("none"):
+        torch.backends.cudnn.fp32_precision = "tf32"
+        try:
+            assert kernels_of_a_call() == ROUNDED  # inherited from all of cuDNN
+        finally:
+            torch.backends.cudnn.fp32_precision = "none"
+
+
+def test_a_named_precision_gives_way_to_torchs_setting(uncompiled: Device) -> None:
+    with conv_setting("ieee"):
+        assert kernels_of_a_call(precision="tf32") == ROUNDED
+    with conv_setting("tf32"):
+        assert kernels_of_a_call(precision="ieee") == SPLIT
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_an_architecture_multiplies_in_another_way(uncompiled: Device, arch: str) -> None:
+    uncompiled.arch = arch
+    number = arch_number(arch)
+    # Three TF32 products repay themselves where TF32 runs at more than three times the rate of FFMA.
+    assert kernels_of_a_call(precision="ieee") == (SPLIT if number in (80, 90, 100) else ["FFMA"])
+    assert kernels_of_a_call(precision="tf32") == (ROUNDED if number >= 80 else ["FFMA"])
+
+
+def test_a_setting_loads_second_kernels_where_it_changes_nothing(uncompiled: Device) -> None:
+    half = torch.ones(1, 4, 5, 6, dtype=torch.float16)
+    for setting in ("tf32", "ieee"):
+        with conv_setting(setting):
+            runtime.run(calls.call_of(jitconv.conv2d, half, WEIGHT.half(), padding=1))
+            runtime.run(calls.call_of(jitconv.conv_transpose2d, half.float(), WEIGHT.mT[:4], stride=2))
+    assert len(uncompiled.loads) == 3
