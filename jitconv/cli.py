@@ -18,6 +18,7 @@ import click
 
 from jitconv._version import __version__
 from jitconv.errors import JitconvError
+from jitconv.problem import PRECISIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +74,14 @@ def _archs(ctx: click.Context, option: click.Parameter, text: str | None) -> tup
     return tuple(names)
 
 
+_precision = click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Torch's setting for convolutions where the calls will run; float32 entries that name no precision follow it. "
+    "Default: tf32, torch's own default.",
+)
+
+
 @main.command()
 @click.argument("manifests", metavar="MANIFEST...", nargs=-1, required=True)
 @click.option(
@@ -82,8 +91,9 @@ def _archs(ctx: click.Context, option: click.Parameter, text: str | None) -> tup
     callback=_archs,
     help="Architectures to compile for, such as sm_90a,sm_80, or 'all'. Default: those of the GPUs here.",
 )
+@_precision
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time. Default: one per core.")
-def warm(manifests: Sequence[str], archs: tuple[str, ...], jobs: int | None) -> None:
+def warm(manifests: Sequence[str], archs: tuple[str, ...], precision: str | None, jobs: int | None) -> None:
     """Compile the kernels of manifests ahead of time; needs no GPU.
 
     MANIFEST is the path of a TOML file, the name of one that comes with jitconv (headline), or one entry of either
@@ -96,7 +106,7 @@ def warm(manifests: Sequence[str], archs: tuple[str, ...], jobs: int | None) -> 
     from jitconv.warm import jobs_of
     from jitconv.warm import warm as run
 
-    entries = [entry for text in manifests for entry in select(text)]
+    entries = [entry.at_precision(precision) for text in manifests for entry in select(text)]
     planned = jobs_of(entries, chosen_archs(archs))
     store = _store()
     with _progress(len(planned)) as show:
@@ -159,6 +169,7 @@ def _print_report(report: Report, store: Store) -> None:
 @main.command()
 @click.argument("address")
 @click.option("--arch", "archs", metavar="ARCH", callback=_archs, help="Default: the current GPU's, else sm_90a.")
+@_precision
 @click.option(
     "--format",
     "form",
@@ -168,7 +179,7 @@ def _print_report(report: Report, store: Store) -> None:
     help="source needs no compiler; sass needs nvdisasm or cuobjdump; json is resources, constants and source.",
 )
 @click.option("--kernel", "index", type=click.IntRange(min=0), help="Only this kernel, counted from 0.")
-def inspect(address: str, archs: tuple[str, ...], form: str, index: int | None) -> None:
+def inspect(address: str, archs: tuple[str, ...], precision: str | None, form: str, index: int | None) -> None:
     """Show the source, PTX, SASS and resources of one problem.
 
     The kernels need not be warm.
@@ -177,9 +188,10 @@ def inspect(address: str, archs: tuple[str, ...], form: str, index: int | None) 
     """
     if len(archs) > 1 or "all" in archs:
         raise click.BadParameter("expected one architecture", param_hint="--arch")
-    from jitconv.inspect import inspect as look
+    from jitconv.inspect import inspect_call
+    from jitconv.manifest import find
 
-    found = look(address, arch=archs[0] if archs else None)
+    found = inspect_call(find(address).at_precision(precision).call(), address, archs[0] if archs else None)
     if index is not None:
         try:
             found = found.selected(index)

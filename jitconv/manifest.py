@@ -10,6 +10,7 @@ One table is one call of a public function, under the function's own argument na
     padding = 1                             # everything else by its value
     dtype = "bfloat16"                      # default float32
     memory_format = "channels_last"         # of the input; default channels_first
+    precision = "ieee"                      # of float32; default: torch's setting, "tf32" unless changed
     epilogue = ["silu", { step = "add", other = "tensor" }]
 
 A step is its name in :mod:`jitconv.epilogue`, or a table with the arguments of that function. An operand is a
@@ -18,7 +19,8 @@ value), ``"conv"`` (the convolution's own value), or ``{ kind = "channel", dtype
 not that of the input; an optional tensor of a step (layer_norm's weight) is ``true`` or ``{ dtype = … }``.
 
 An entry becomes a Call by calling the library with tensors of those shapes, so a manifest cannot mean anything
-that the library does not.
+that the library does not. An entry without ``precision`` is the call without it: ``jitconv warm`` compiles what that
+call runs in a process that leaves torch's setting alone, and with ``--precision ieee`` what it runs in one that does not.
 """
 
 from __future__ import annotations
@@ -96,6 +98,15 @@ class ManifestEntry:
     def resized(self, shape: Iterable[int]) -> ManifestEntry:
         """The same problem for an input of another shape."""
         return replace(self, table={**self.table, _tensor_names(self.operator)[0]: list(shape)})
+
+    def at_precision(self, precision: str | None) -> ManifestEntry:
+        """The same problem where torch's setting for convolutions is ``precision`` (None: whatever it is here).
+
+        An entry that names its precision keeps it, as the call that it stands for does.
+        """
+        if precision is None or "precision" in self.table:
+            return self
+        return replace(self, table={**self.table, "precision": precision})
 
     def arguments(self, tensor: TensorMaker | None = None) -> dict[str, Any]:
         """Keyword arguments for the public function; ``tensor`` makes the tensors (default: on ``meta``).

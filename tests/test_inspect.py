@@ -243,7 +243,7 @@ def test_sass_without_a_disassembler_says_what_to_install(address: str, monkeypa
     [
         (("headline:w8",), 1, "no entry 'w8'"),
         (("headline",), 1, "MANIFEST:ENTRY"),
-        (("headline:w1", "--kernel", "1"), 2, "1 kernels, counted from 0"),
+        (("headline:w3", "--kernel", "1"), 2, "1 kernels, counted from 0"),
         (("headline:w1", "--arch", "sm_80,sm_90a"), 2, "expected one architecture"),
         (("headline:w1", "--arch", "all"), 2, "expected one architecture"),
         (("headline:w1", "--format", "html"), 2, "--format"),

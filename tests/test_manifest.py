@@ -205,6 +205,21 @@ def test_sizes_do_not_change_the_kernels() -> None:
     assert keys[0] == keys[1]
 
 
+def test_torchs_setting_changes_an_entry_that_names_its_precision(tmp_path: Path) -> None:
+    silent, named = entry_of(tmp_path, CONV), entry_of(tmp_path, f'{CONV}precision = "ieee"')
+    before = torch.backends.cudnn.conv.fp32_precision
+    try:
+        for setting in ("ieee", "tf32"):
+            torch.backends.cudnn.conv.fp32_precision = setting
+            assert problem_of(silent.call()).precision == setting
+            assert problem_of(silent.at_precision("tf32").call()).precision == "tf32"
+            assert problem_of(silent.at_precision(None).call()).precision == setting
+            assert problem_of(named.call()).precision == "ieee"
+            assert problem_of(named.at_precision("tf32").call()).precision == "ieee"
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
 # ---- addresses ------------------------------------------------------------------------------------
 
 

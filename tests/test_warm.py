@@ -201,6 +201,7 @@ def test_sm_90_says_that_it_means_sm_90a(manifest: str, directory: Path) -> None
         (("headline", "--arch", ","), 2, "expected architectures"),
         (("headline", "--arch", "sm_70"), 1, "sm_75"),
         (("headline", "--jobs", "0", "--arch", "sm_80"), 2, "--jobs"),
+        (("headline", "--precision", "fp32", "--arch", "sm_80"), 2, "'fp32' is not one of 'ieee', 'tf32'"),
         (("nothing", "--arch", "sm_80"), 1, "ships no manifest"),
         ((), 2, "MANIFEST"),
     ],
@@ -263,3 +264,39 @@ def test_a_second_process_compiles_nothing(manifest: str, process: Callable[...,
     compiled, hits, misses = map(int, process("-c", SECOND, manifest).split())
     assert (compiled, misses) == (0, 0)
     assert hits == 5
+
+
+CALL = """
+import sys
+from types import SimpleNamespace
+import torch
+import jitconv
+from jitconv import functional, launch
+
+# A GPU is stood for as far as the store: what is loaded is launched nowhere.
+kernel = SimpleNamespace(launch=lambda *arguments: None)
+functional.torch_path_reason = lambda call: None
+launch.device_info = lambda ordinal: SimpleNamespace(arch="sm_90a", multiprocessors=132)
+launch.current_stream = lambda ordinal: 0
+launch.is_capturing = lambda stream: False
+launch.load = lambda *arguments, **named: kernel
+
+torch.backends.cudnn.allow_tf32 = sys.argv[1] == "tf32"
+jitconv.conv1d(torch.ones(3, 4, 50), torch.ones(8, 4, 3))
+counted = jitconv.stats()
+print(counted.compiled, counted.store_hits)
+"""
+
+
+@pytest.mark.parametrize("setting", [None, "ieee"])
+def test_a_call_at_the_setting_that_was_warmed_compiles(
+    setting: str | None, tmp_path: Path, process: Callable[..., str]
+) -> None:
+    path = tmp_path / "tensor_cores.toml"
+    path.write_text('[layer]\noperator = "conv1d"\ninput = [1, 4, 16]\nweight = [8, 4, 3]\n')
+    option = ("--precision", setting) if setting else ()
+    process("-m", "jitconv", "warm", str(path), "--arch", "sm_90a", *option)
+    warmed, other = ("ieee", "tf32") if setting else ("tf32", "ieee")
+    # The weights are laid out by one kernel, convolved by another.
+    assert process("-c", CALL, warmed).split() == ["0", "2"]
+    assert process("-c", CALL, other).split() == ["2", "0"]
