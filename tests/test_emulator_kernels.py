@@ -23,17 +23,20 @@ every_schedule = functools.partial(execute, schedules=ALL_SCHEDULES)
 fast = functools.partial(execute, sanitize=False, schedules=ALL_SCHEDULES[:1])
 
 
-@pytest.mark.parametrize("case", [cases.barriers, cases.named_barriers, cases.pipeline, cases.bulk])
+SYNCHRONISED = (cases.barriers, cases.named_barriers, cases.pipeline, cases.bulk, cases.warpgroups)
+
+
+@pytest.mark.parametrize("case", SYNCHRONISED)
 def test_synchronised_kernels_are_right_under_every_schedule(case) -> None:
     cases.assert_close(*case(every_schedule))
 
 
-@pytest.mark.parametrize("case", [cases.barriers, cases.named_barriers, cases.pipeline, cases.bulk])
+@pytest.mark.parametrize("case", SYNCHRONISED)
 def test_synchronised_kernels_have_no_race(case) -> None:
     cases.assert_close(*case(functools.partial(execute, races=True, schedules=ALL_SCHEDULES)))
 
 
-@pytest.mark.parametrize("case", [cases.barriers, cases.pipeline, cases.bulk])
+@pytest.mark.parametrize("case", [cases.barriers, cases.pipeline, cases.bulk, cases.warpgroups])
 def test_the_fast_build_gives_the_same_bits(case) -> None:
     fast_results, _ = case(fast)
     results, _ = case(execute)
@@ -204,6 +207,7 @@ EVERYWHERE = (
 )  # fmt: skip
 TEXTS = [(name, arch) for name in EVERYWHERE for arch in KNOWN]
 TEXTS += [("bulk", arch) for arch in ("sm_90a", "sm_100a", "sm_120")]
+TEXTS += [("warpgroups", "sm_90a"), ("products", "sm_90a")]
 
 
 @pytest.mark.parametrize(("name", "arch"), TEXTS)
@@ -215,4 +219,4 @@ def test_nvrtc_takes_the_text_that_the_emulator_runs(name: str, arch: str) -> No
 
 def test_every_kernel_of_the_folder_is_tested() -> None:
     files = {path.stem for path in Path(cases.__file__).parent.glob("*.cu")}
-    assert files == {*EVERYWHERE, "bulk"}
+    assert files == {name for name, _ in TEXTS}

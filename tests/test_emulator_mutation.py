@@ -15,7 +15,7 @@ from jitconv.families import KernelPlan
 from jitconv.render import Rendered, render
 from tests.kernels import Kernel, cases, load
 from tests.kernels.mutation import SYNCHRONISING, mutants, mutations, notices, survivors
-from tests.strategies import Case, assert_matches, emulate, layer_norm, make_tensor, pool
+from tests.strategies import Case, assert_matches, layer_norm, make_tensor, pool, run_emulated
 
 pytestmark = pytest.mark.compiler
 
@@ -26,6 +26,7 @@ CASES = {
     "named_barriers": (cases.named_barriers, ()),
     "pipeline": (cases.pipeline, ()),
     "bulk": (cases.bulk, ()),
+    "warpgroups": (cases.warpgroups, ()),
 }
 
 
@@ -110,6 +111,6 @@ def _noticed(case: Case, kernel: Rendered, mutant: Any, monkeypatch: pytest.Monk
     def check(races: bool) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(emulated, "render", rendered)
-            assert_matches(case, emulate(case.call(), races=races, schedules=ALL_SCHEDULES))
+            assert_matches(case, run_emulated(case.call(), races=races, schedules=ALL_SCHEDULES))
 
     return notices(lambda: check(races=False)) or notices(lambda: check(races=True))

@@ -14,18 +14,11 @@
 //     warps:  CHANNEL_WARPS x POSITION_WARPS, each with CHANNEL_TILES x 16 channels by POSITION_TILES x 8 positions
 #pragma once
 
+#include "device/math.cuh"
 #include "device/mma.cuh"
 #include "device/platform.cuh"
 
 namespace jitconv {
-
-// How operands become products.
-enum class Math {
-    TF32,       // one product of operands rounded to tf32
-    TF32X3,     // hi hi + hi lo + lo hi of operands split in two tf32: fp32 accuracy
-    HALF,       // fp16 operands
-    BFLOAT16,
-};
 
 // Whether one of the two is a multiple of the other.
 __device__ constexpr bool divides(int a, int b) { return a % b == 0 || b % a == 0; }
@@ -48,8 +41,8 @@ struct HaloTile {
     static constexpr int HALO = HALO_D * HALO_H * HALO_W;
     // 4 mod 8 positions: stores that alternate between two planes then meet no bank twice.
     static constexpr int PLANE = (HALO + 3) / 8 * 8 + 4;
-    static constexpr int PARTS = MATH == Math::TF32X3 ? 2 : 1;
-    static constexpr int UNIT = MATH == Math::HALF || MATH == Math::BFLOAT16 ? 8 : 4;  // channels in 16 bytes
+    static constexpr int PARTS = parts_of(MATH);
+    static constexpr int UNIT = elements_in_16_bytes(MATH);  // channels in 16 bytes
     static constexpr int PLANES = 2 * STEPS;
     static constexpr int CHUNK = PLANES * UNIT;  // channels in a chunk
     // A thread stages a position's channels of one product at a time: 32 bytes, both planes.

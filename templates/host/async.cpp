@@ -281,6 +281,8 @@ void async_proxy_fence() {
     }
 }
 
+const unsigned char* async_proxy_view() { return lands_late() ? async_view.data() : nullptr; }
+
 void bulk_load(void* shared, const void* source, unsigned bytes, uint64_t* barrier, const Here& here) {
     const char* what = "cp.async.bulk to shared memory";
     require_bulk(shared, source, bytes, what, here);

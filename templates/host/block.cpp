@@ -100,6 +100,7 @@ void thread_main() {
     for (;;) {
         kernel->invoke(kernel->arguments);
         asynchronous_exit_thread();
+        warpgroups_exit_thread();
         block.thread[block.current].exited = true;
         --running;
         give_way();
@@ -117,6 +118,7 @@ void create_threads() {
 void run_block() {
     fill_poison(block.shared, block.shared_bytes, block.schedule->poison);
     asynchronous_begin_block();
+    warpgroups_begin_block();
     races_begin_block();
     for (int i = 0; i < block.threads; ++i) {
         block.thread[i].exited = false;
@@ -126,6 +128,7 @@ void run_block() {
     set_current(take_ready());
     fiber_switch(scheduler, block.thread[block.current].fiber);
     barriers_end_block();
+    warpgroups_end_block();
     asynchronous_end_block();
 }
 
@@ -206,5 +209,13 @@ void run_grid(const Kernel& the_kernel, const Schedule& schedule, unsigned grid,
 }
 
 unsigned char* shared_base() { return block.shared; }
+
+uint32_t shared_address(const void* pointer, const Here& here) {
+    const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - block.shared;
+    if (offset < 0 || offset > static_cast<ptrdiff_t>(block.shared_bytes)) {
+        fail(text("shared_address: %p is not in shared memory (%s)", pointer, place(here).c_str()));
+    }
+    return SHARED_START + static_cast<uint32_t>(offset);
+}
 
 }  // namespace jitconv::host

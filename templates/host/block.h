@@ -3,7 +3,8 @@
 //     job.cpp ──► run_grid ──► for each block: begin, run every thread to its end, end
 //                                  │ a thread that must wait: wait_for(...)      ┌── barrier.cpp
 //                                  ▼                                             ├── warp.cpp
-//                              the next thread that can run ◄── make_ready(...) ─┴── async.cpp
+//                              the next thread that can run ◄── make_ready(...) ─┼── async.cpp
+//                                                                                └── wgmma.cpp
 //
 // A thread runs until it waits; nothing else interrupts it.
 #pragma once
@@ -76,11 +77,17 @@ uint64_t next_random();
 
 void fill_poison(void* memory, size_t bytes, uint32_t pattern);
 
+// Shared memory as the async proxy sees it; null when it sees every write at once (copies land early).
+const unsigned char* async_proxy_view();
+
 // What each kind of waiting does at the turns of a block's life.
 void barriers_end_block();
 void asynchronous_begin_block();
 void asynchronous_end_block();
 void asynchronous_exit_thread();
+void warpgroups_begin_block();
+void warpgroups_end_block();
+void warpgroups_exit_thread();
 // Called when no thread can run: lands one copy, if any is in flight.
 bool asynchronous_progress();
 

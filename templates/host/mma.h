@@ -19,8 +19,6 @@ inline WarpBoard warp_boards[32];
 
 inline WarpBoard& warp_board() { return warp_boards[threadIdx.x / 32]; }
 
-inline float tf32_operand(uint32_t word) { return __uint_as_float(word & 0xffffe000u); }
-
 // c += a b, `product(a_word, b_word)` being the sum of products that one pair of words holds.
 template <class Product>
 inline void multiply(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1, const Product& product,

@@ -1,4 +1,4 @@
-// Host twins of the conversion instructions, bit by bit; included by device/numeric.cuh only.
+// Host twins of the conversion instructions, bit by bit; included by device/numeric.cuh and by the runtime only.
 #pragma once
 
 namespace jitconv {
@@ -50,5 +50,12 @@ inline float round_tf32(float value) {
     }
     return __uint_as_float((bits + 0x1000u) & 0xffffe000u);
 }
+
+namespace host {
+
+// What tensor cores take of a word that they read as tf32.
+inline float tf32_operand(uint32_t word) { return __uint_as_float(word & 0xffffe000u); }
+
+}  // namespace host
 
 }  // namespace jitconv

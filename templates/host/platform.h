@@ -295,6 +295,7 @@ inline unsigned __activemask() { return 1u << (threadIdx.x & 31u); }
 namespace jitconv {
 
 inline unsigned char* shared_memory() { return host::shared_base(); }
+inline uint32_t shared_address(const void* pointer, JITCONV_HERE) { return host::shared_address(pointer, here); }
 
 inline void named_barrier_sync(int id, int threads, JITCONV_HERE) { host::named_barrier(id, threads, true, here); }
 inline void named_barrier_arrive(int id, int threads, JITCONV_HERE) {

@@ -24,7 +24,8 @@ struct Byte {
     std::vector<Access> readers;  // every thread that has read, once there is more than one
 };
 
-Clock clocks[MAXIMUM_THREADS];
+// Of the threads, and behind them of the warps' tensor cores.
+Clock clocks[MAXIMUM_THREADS + MAXIMUM_THREADS / WARP];
 std::vector<Byte> bytes_of_shared;
 
 bool knows(int thread, const Access& access) {
@@ -33,6 +34,9 @@ bool knows(int thread, const Access& access) {
 
 // "write by thread 3 at code 0x401234"; a copy that the thread has issued has no code of its own.
 std::string describe(const char* what, const Access& access) {
+    if (access.thread >= block.threads) {
+        return text("%s by a wgmma of warp %d", what, access.thread - block.threads);
+    }
     return access.code == 0 ? text("%s by an asynchronous copy of thread %d", what, access.thread)
                             : text("%s by thread %d at code 0x%x", what, access.thread, access.code);
 }
@@ -89,8 +93,9 @@ void races_begin_block() {
     if (!races_enabled) {
         return;
     }
-    for (int thread = 0; thread < block.threads; ++thread) {
-        clocks[thread].assign(static_cast<size_t>(block.threads), 0);
+    const int timed = block.threads + (block.threads + WARP - 1) / WARP;
+    for (int thread = 0; thread < timed; ++thread) {
+        clocks[thread].assign(static_cast<size_t>(timed), 0);
         clocks[thread][static_cast<size_t>(thread)] = 1;
     }
     bytes_of_shared.assign(block.shared_bytes, {});
@@ -127,6 +132,29 @@ void races_read(const void* pointer, size_t bytes, uintptr_t code) {
         }
         remember_reader(byte, access_now(code));
     });
+}
+
+uint32_t races_product_read(int warp, const Clock& clock, const void* pointer, size_t bytes) {
+    if (!races_enabled) {
+        return 0;
+    }
+    const int reader = block.threads + warp;
+    Clock& own = clocks[reader];
+    clock_join(own, clock);
+    const Access access = {++own[static_cast<size_t>(reader)], 0, static_cast<uint16_t>(reader)};
+    each_byte(pointer, bytes, [&](Byte& byte, size_t offset) {
+        if (!knows(reader, byte.write)) {
+            report("write", byte.write, offset, "read", access);
+        }
+        remember_reader(byte, access);
+    });
+    return access.time;
+}
+
+void races_product_done(int warp, uint32_t time, int thread) {
+    if (races_enabled) {
+        clocks[thread][static_cast<size_t>(block.threads + warp)] = time;
+    }
 }
 
 void races_write(const void* pointer, size_t bytes, uintptr_t code) {

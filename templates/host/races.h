@@ -33,4 +33,9 @@ void clock_join(Clock& to, const Clock& from);
 void races_read(const void* pointer, size_t bytes, uintptr_t code);
 void races_write(const void* pointer, size_t bytes, uintptr_t code);
 
+// The tensor cores of a warp read shared memory on their own, knowing what `clock` knows. Returns the time of the
+// read, which a thread that has waited for it is told. Rows that nobody has written are no error: nobody may use them.
+uint32_t races_product_read(int warp, const Clock& clock, const void* pointer, size_t bytes);
+void races_product_done(int warp, uint32_t time, int thread);
+
 }  // namespace jitconv::host

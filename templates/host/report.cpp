@@ -8,6 +8,10 @@
 
 namespace jitconv::host {
 
+namespace {
+std::string first_remark;
+}
+
 std::string text(const char* format, ...) {
     char buffer[1024];
     va_list arguments;
@@ -32,8 +36,17 @@ std::string ranges(const std::vector<int>& numbers) {
     return result;
 }
 
+void remark(const std::string& message) {
+    if (first_remark.empty()) {
+        first_remark = message;
+    }
+}
+
 void fail(const std::string& message) {
     fprintf(stderr, "emulator: %s\n", message.c_str());
+    if (!first_remark.empty()) {
+        fprintf(stderr, "emulator: it may be because of this: %s\n", first_remark.c_str());
+    }
     print_position();
     // Not exit(): the fibers' frames hold objects that nobody will come back for.
     _exit(EXIT_EMULATION_ERROR);

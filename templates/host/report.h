@@ -19,6 +19,9 @@ std::string place(const Here& here);
 // "0-31, 64": numbers in ascending order, consecutive ones as a range.
 std::string ranges(const std::vector<int>& numbers);
 
+// Something that is no error by itself but may explain one: fail() adds the first of them to its message.
+void remark(const std::string& message);
+
 // Writes the message, then which block, thread and schedule ran, and ends the program.
 [[noreturn]] void fail(const std::string& message);
 

@@ -20,6 +20,11 @@ enum class WarpOperation { sync, vote, shuffle, shuffle_up, shuffle_down, shuffl
 // Base of the block's dynamic shared memory.
 unsigned char* shared_base();
 
+// Where that begins in the 32-bit addresses of shared memory; what is below belongs to the system.
+constexpr uint32_t SHARED_START = 1024;
+
+uint32_t shared_address(const void* pointer, const Here& here);
+
 // __syncthreads: all threads of the block, all at the same place in the source.
 void block_barrier(const Here& here);
 
@@ -49,5 +54,19 @@ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barri
 void bulk_store(void* global, const void* shared, unsigned bytes, const Here& here);
 void bulk_commit();
 void bulk_wait(int groups_left);
+
+// wgmma: D[64][n] = A[64][k] B[n][k]^T, plus D if `accumulate`; the operands by their descriptors.
+enum class Operand { tf32, half, bfloat16 };
+struct WarpgroupProduct {
+    Operand operand;
+    int n;
+    uint64_t a, b;
+    bool accumulate;
+};
+void warpgroup_fence(const Here& here);
+void warpgroup_product(float* registers, const WarpgroupProduct& product, const Here& here);
+void warpgroup_commit(const Here& here);
+void warpgroup_wait(int groups_left, const Here& here);
+void warpgroup_registers(int count, const Here& here);
 
 }  // namespace jitconv::host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,14 @@ def load(name: str) -> Kernel:
     return Kernel(name, f'#line 1 "{name}.cu"\n{source}', _reached(source, device_headers()))
 
 
-def write(body: str, *, fields: str = "float* x; float* y; int32_t n;") -> Kernel:
-    """A kernel of the given body, with every header; ``a`` is its parameter, a struct of ``fields``."""
-    includes = "".join(f'#include "device/{name}.cuh"\n' for name in ("platform", "numeric", "warp", "async_copy"))
+HEADERS = ("platform", "numeric", "warp", "async_copy")
+
+
+def write(
+    body: str, *, fields: str = "float* x; float* y; int32_t n;", headers: Sequence[str] = HEADERS
+) -> Kernel:
+    """A kernel of the given body with ``device/`` headers; ``a`` is its parameter, a struct of ``fields``."""
+    includes = "".join(f'#include "device/{name}.cuh"\n' for name in headers)
     source = (
         f"{includes}using namespace jitconv;\nstruct Arguments {{ {fields} }};\n"
         'extern "C" __global__ void written(const Arguments a) {\n'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -98,6 +99,67 @@ def bulk(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
     arguments = struct.pack("<2Qi4x", 0, 0, 7)
     run(kernel or load("bulk"), Launch(1, 128, 4 * 4 * 96 + 4 * 8), arguments, {0: x, 8: y})
     return {"y": y}, {"y": x.double().flip(1)}
+
+
+# ---- warpgroups.cu, products.cu ----------------------------------------------------------------
+
+
+def warpgroups(run: Runner, kernel: Kernel | None = None) -> tuple[Results, Results]:
+    """Results and expectation of ``warpgroups.cu`` on five slices."""
+    a, b = tf32(_random(128, 80)), tf32(_random(32, 80, seed=1))
+    y = _unwritten(128, 32)
+    arguments = struct.pack("<3Qi4x", 0, 0, 0, 5)
+    shared_bytes = 2 * 4 * 16 * (128 + 32)
+    run(kernel or load("warpgroups"), Launch(1, 256, shared_bytes), arguments, {0: a, 8: b, 16: y})
+    return {"y": y}, {"y": a.double() @ b.double().T}
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """``x`` cut to what tensor cores read of it as tf32."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+MATHS = {"tf32": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where the rows of an operand of ``products.cu`` lie in shared memory, in bytes."""
+
+    start: int
+    leading: int
+    stride: int
+    advance: int = 0
+    group: int = 0
+
+    def rows(self, memory: torch.Tensor, count: int, group: int, step: int) -> torch.Tensor:
+        """The rows as 32 bytes each, by the definition of a descriptor; ``memory`` is shared memory."""
+        start = self.start + group * self.group + step * self.advance
+        row, byte = torch.arange(count).view(-1, 1), torch.arange(32)
+        return memory[start + row // 8 * self.stride + row % 8 * 16 + byte // 16 * self.leading + byte % 16]
+
+
+def products(
+    run: Runner, math: str, n: int, a: Operand, b: Operand, *, steps: int = 1, accumulate: bool = True, size: int = 65536
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and expectation of ``products.cu``, both [2, 64, n], on ``size`` bytes of shared memory."""
+    x = _random(size // MATHS[math].itemsize, seed=n).to(MATHS[math])
+    y = _random(2, 64, n, seed=n + 1)
+    memory = x.view(torch.uint8)
+    expected = y.double() if accumulate else torch.zeros(2, 64, n, dtype=torch.float64)
+    for step in range(steps):
+        for group in range(2):
+            rows = [
+                operand.rows(memory, count, group, step).contiguous().view(MATHS[math])
+                for operand, count in ((a, 64), (b, n))
+            ]
+            left, right = (tf32(row).double() if math == "tf32" else row.double() for row in rows)
+            expected[group] += left @ right.T
+    numbers = (size // 4, list(MATHS).index(math), n, steps, accumulate)
+    places = [p for o in (a, b) for p in (o.start, o.leading, o.stride, o.advance, o.group)]
+    arguments = struct.pack("<2Q5i10I4x", 0, 0, *numbers, *places)
+    run(load("products"), Launch(1, 256, size), arguments, {0: x, 8: y})
+    return y, expected
 
 
 # ---- numeric.cu -------------------------------------------------------------------------------

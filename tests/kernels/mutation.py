@@ -30,6 +30,9 @@ SYNCHRONISING = (
     "fence_proxy_async",
     "bulk_commit_group",
     "bulk_wait_group_read",
+    "wgmma_fence",
+    "wgmma_commit_group",
+    "wgmma_wait_group",
 )
 
 # A call as a statement: its value, if it has one, is not used.
