@@ -20,7 +20,8 @@ not that of the input; an optional tensor of a step (layer_norm's weight) is ``t
 
 An entry becomes a Call by calling the library with tensors of those shapes, so a manifest cannot mean anything
 that the library does not. An entry without ``precision`` is the call without it: ``jitconv warm`` compiles what that
-call runs in a process that leaves torch's setting alone, and with ``--precision ieee`` what it runs in one that does not.
+call runs where torch's setting for convolutions is its default, and with ``--precision ieee`` what it runs where TF32
+is turned off.
 """
 
 from __future__ import annotations

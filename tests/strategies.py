@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jitconv
-from jitconv import epilogue as E
 from jitconv import emulated, functional, program
+from jitconv import epilogue as E
 from jitconv.program import Call
 
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -303,12 +303,14 @@ def apply(chain: Iterable[Twin], v: Tensor) -> Tensor:
 # ---- Comparison -----------------------------------------------------------------------------------------
 
 
-def emulate(call: Call, **options: Any) -> Tensor:
-    """``call`` in the emulator; float32 by FFMA kernels, which an architecture without tensor cores gets for any call.
+def run_emulated(call: Call, arch: str | None = None, **options: Any) -> Tensor:
+    """``call`` in the emulator, by the kernels of ``arch``.
 
-    Those on tensor cores take seconds to build; test_tensor_cores.py has them. 16-bit types take them here too.
+    Default: float32 by FFMA kernels, which an architecture without TF32 gets, other types by those of mma.sync. Kernels
+    that take longer to build have tests of their own.
     """
-    arch = "sm_75" if call.x.dtype == torch.float32 else program.EMULATED_ARCH
+    if arch is None:
+        arch = "sm_75" if call.x.dtype == torch.float32 else "sm_80"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "EMULATED_ARCH", arch)
         return emulated.run(call, **options)

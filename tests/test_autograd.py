@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jitconv
-from jitconv import functional, runtime
 from jitconv import epilogue as E
+from jitconv import functional, runtime
 from jitconv.program import Call
-from tests.strategies import emulate
+from tests.strategies import run_emulated
 
 
 class Kernels:
@@ -423,7 +423,7 @@ def test_a_module_does_not_learn() -> None:
 @pytest.mark.compiler
 def test_the_gradient_of_a_generated_kernel_differs_from_eager_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(call: Call, **options: Any) -> Tensor:
-        return emulate(call, sanitize=False)
+        return run_emulated(call, sanitize=False)
 
     monkeypatch.setattr(functional, "torch_path_reason", lambda call: None)
     monkeypatch.setattr(runtime, "run", run)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jitconv import program
 from jitconv import epilogue as E
+from jitconv import program
 from jitconv.emulate import Schedule
 from jitconv.planning.tiles import MAX_POOLED_ROW
 from jitconv.render import kernel_key
@@ -23,10 +23,10 @@ from tests.strategies import (
     Twin,
     assert_matches,
     binary,
-    emulate,
     layer_norm,
     make_tensor,
     pool,
+    run_emulated,
     twin,
 )
 
@@ -51,7 +51,7 @@ def convolution(function: str, shape: Sequence[int], chain: Sequence[Twin], **ch
 
 
 def check(case: Case, **options: Any) -> Tensor:
-    result = emulate(case.call(), **options)
+    result = run_emulated(case.call(), **options)
     assert_matches(case, result)
     return result
 
@@ -279,7 +279,7 @@ def test_a_row_that_is_constant_or_far_from_zero_loses_its_digits(width: int) ->
     scale = torch.tensor([1.0, 1.0, 1e-2, 0.0, 0.0, 1e-6]).view(1, 1, 6, 1)
     x = offset + scale * noise
     case = Case("conv2d", x, (torch.ones(1, 1, 1, 1),), chain=(layer_norm(width, affine=False),))
-    result, exact = emulate(case.call()), case.expected()
+    result, exact = run_emulated(case.call()), case.expected()
     # Rows keep fp32's precision whatever their mean.
     torch.testing.assert_close(result.double(), exact, rtol=2e-6, atol=2e-6)
 

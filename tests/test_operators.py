@@ -21,12 +21,12 @@ from tests.strategies import (
     CHANNELS_LAST,
     Case,
     assert_matches,
-    emulate,
     expected_format,
     layer_norm,
     make_tensor,
     pool,
     random_case,
+    run_emulated,
     twin,
 )
 
@@ -37,7 +37,7 @@ ONE_SCHEDULE = (Schedule(),)
 
 def check(case: Case, **options: Any) -> Tensor:
     """Run ``case`` in the emulator; its result must match torch in float64, its strides the memory format's rule."""
-    result = emulate(case.call(), **options)
+    result = run_emulated(case.call(), **options)
     assert_matches(case, result)
     expected = torch.empty(result.shape, memory_format=expected_format(case.x, case.weights))
     assert result.stride() == expected.stride(), case
@@ -82,7 +82,7 @@ def run_everywhere(kernel: Kernel) -> None:
     layouts = ("contiguous", "sliced", "permuted", "expanded")
     for i, (batch, extents) in enumerate(kernel.sizes):
         check(kernel.case(batch, extents, layouts[i % len(layouts)], seed=10 * i))
-    empty = emulate(kernel.case(0, kernel.sizes[0][1], "contiguous").call())
+    empty = run_emulated(kernel.case(0, kernel.sizes[0][1], "contiguous").call())
     assert empty.shape[0] == 0
 
 
@@ -202,7 +202,7 @@ SEPARABLE = [
 def test_a_depthwise_separable_pair_is_wrong_at_some_size_or_layout(pair: Separable) -> None:
     for i, (size, layout) in enumerate(zip(PLANES, ("contiguous", "sliced", "permuted", "expanded"), strict=True)):
         check(pair.case(*size, layout, seed=10 * i))
-    assert emulate(pair.case(0, (9, 9), "contiguous").call()).shape[:2] == (0, pair.outputs)
+    assert run_emulated(pair.case(0, (9, 9), "contiguous").call()).shape[:2] == (0, pair.outputs)
 
 
 def test_a_step_between_the_convolutions_sees_a_rounded_or_biasless_value() -> None:
@@ -331,7 +331,7 @@ def test_the_bits_of_a_sample_depend_on_its_batch(batch: int) -> None:
     whole = kernel.case(7, (6, 5), "contiguous")
     call = whole.call()
     part = Case(kernel.function, whole.x[:batch], whole.weights, whole.biases, whole.parameters).call()
-    assert torch.equal(emulate(part, schedules=ONE_SCHEDULE), emulate(call, schedules=ONE_SCHEDULE)[:batch])
+    assert torch.equal(run_emulated(part, schedules=ONE_SCHEDULE), run_emulated(call, schedules=ONE_SCHEDULE)[:batch])
 
 
 def test_long_reductions_lose_more_than_torch_does() -> None:

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from jitconv import emulate, emulated, program
 from jitconv import epilogue as E
-from jitconv.architectures import KNOWN, arch_number
+from jitconv.architectures import KNOWN, arch_number, splits_fp32
 from jitconv.functional import convolution_call
 from jitconv.kernel_resources import Resources
 from jitconv.program import Call
 from jitconv.render import Rendered, render
 from jitconv.toolchain import compile_cubin
+from tests.strategies import run_emulated
 
 pytestmark = pytest.mark.compiler
 
 # One order of threads where arithmetic is tested; for what another order would change there is the test of barriers.
 SCHEDULES = emulate.DEFAULT_SCHEDULES[2:]
+
+#: Gets mma.sync for every kind of product.
+ARCH = "sm_80"
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -44,8 +48,8 @@ def call(x: Tensor, w: Tensor, b: Tensor | None, steps: Any = (), precision: str
 
 def run(c: Call, *families: str) -> Tensor:
     """The emulated result, by tensor-core kernels (and then ``families``)."""
-    assert [step.kernel.family for step in program.build(c).launches] == ["pack_weights", "conv_mma", *families]
-    return emulated.run(c, schedules=SCHEDULES)
+    assert [step.kernel.family for step in program.build(c, ARCH).launches] == ["pack_weights", "conv_mma", *families]
+    return run_emulated(c, ARCH, schedules=SCHEDULES)
 
 
 def relative(result: Tensor, expected: Tensor) -> float:
@@ -97,7 +101,7 @@ def test_tf32_is_the_product_of_rounded_operands(name: str) -> None:
 @pytest.mark.parametrize("name", ["3d with odd extents", "2d strided with uneven padding", "circular"])
 def test_three_products_are_as_exact_as_fp32(name: str) -> None:
     x, w, given = CASES[name]
-    y = run(call(x, w, None, (), "tf32x3", **given))
+    y = run(call(x, w, None, (), "ieee", **given))
     assert relative(y, exact(x, w, None, given)) < 3e-7
 
 
@@ -112,7 +116,7 @@ def test_16_bit_types_are_rounded_once(dtype: torch.dtype, layout: str, k: int) 
     if layout != "contiguous":
         x = x.contiguous(memory_format=torch.channels_last)
     made = call(x, w, b, [E.mul(2.0)], padding=1)
-    assert program.build(made).problem.x_vector == (layout == "vectors of channels")
+    assert program.build(made, ARCH).problem.x_vector == (layout == "vectors of channels")
     y = run(made)
     assert y.is_contiguous(memory_format=made.memory_format)
     expected = exact(x, w, b, {"padding": 1}) * 2
@@ -158,7 +162,7 @@ def test_values_that_do_not_split_are_computed_in_fp32(value: float, where: str)
         x[0, :, :3, :3] = value if math.isnan(value) or math.isinf(value) else value * (1 + x[0, :, :3, :3].abs() % 0.5)
     else:
         w[1] = value
-    y = run(call(x, w, None, (), "tf32x3"))
+    y = run(call(x, w, None, (), "ieee"))
     expected = exact(x, w, None, {})
     scale = exact(x.abs(), w.abs(), None, {})
     assert torch.equal(y.isnan(), expected.isnan())
@@ -171,7 +175,7 @@ def test_64_bit_offsets_read_or_write_elsewhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(program, "index_bits", lambda *offsets: 64)
     x, w, b = randn(2, 9, 7, 20), weight(10, 9, 3, 3), randn(10)
     made = call(x, w, b, [E.add(randn(2, 10, 7, 20))], "tf32", padding=1)
-    assert program.build(made).problem.index_bits == 64
+    assert program.build(made, ARCH).problem.index_bits == 64
     expected = exact(tf32(x), tf32(w), b, {"padding": 1}) + randn(2, 10, 7, 20)
     assert relative(run(made), expected) < 2e-6
 
@@ -188,7 +192,7 @@ def test_sizes_and_numbers_compile_nothing_new() -> None:
 
     def kernels(*shape: int, factor: float = 1.0) -> list[Any]:
         made = call(randn(*shape), w, None, [E.mul(factor)], "tf32")
-        return [step.kernel for step in program.build(made).launches]
+        return [step.kernel for step in program.build(made, ARCH).launches]
 
     assert kernels(1, 6, 8, 20) == kernels(5, 6, 100, 3, factor=2.0)
 
@@ -208,9 +212,11 @@ def test_default_tiles_spill(arch: str) -> None:
 
     served = 0
     for number, (rank, kernel, stride, k) in enumerate(SPILLED):
-        # Each shape at two of the four kinds of product, in turns over shapes and architectures.
-        kinds = [(torch.float32, "tf32"), (torch.float16, None), (torch.float32, "tf32x3"), (torch.bfloat16, None)]
-        for dtype, precision in (kinds * 2)[(number + arch_number(arch)) % 4 :][:2]:
+        # Each shape at two of the kinds of product, in turns over shapes and architectures.
+        kinds = [(torch.float32, "tf32"), (torch.float16, None), (torch.float32, "ieee"), (torch.bfloat16, None)]
+        if not splits_fp32(arch):
+            del kinds[2]
+        for dtype, precision in (kinds * 2)[(number + arch_number(arch)) % len(kinds) :][:2]:
             x = torch.empty(1, 64, *(64,) * rank, device="meta", dtype=dtype)
             if number % 2 and rank > 1:
                 x = x.contiguous(memory_format=torch.channels_last if rank == 2 else torch.channels_last_3d)
@@ -229,7 +235,7 @@ def test_default_tiles_spill(arch: str) -> None:
 def test_every_barrier_is_needed() -> None:
     made = call(randn(1, 20, 6, 17), weight(20, 20, 3, 3), None, (), "tf32")
     expected = run(made)
-    kernel = render(program.build(made).launches[1].kernel)
+    kernel = render(program.build(made, ARCH).launches[1].kernel)
     removed = [*mutants(kernel, "device/halo_gemm.cuh"), *mutants(kernel, kernel.name)]
     assert len(removed) == 4  # before the first product, after a chunk; around the accumulators' way out
 
@@ -237,7 +243,7 @@ def test_every_barrier_is_needed() -> None:
         def check(races: bool) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(emulated, "render", lambda k: mutant if k.family == "conv_mma" else render(k))
-                y = emulated.run(made, races=races, sanitize=not races)
+                y = run_emulated(made, ARCH, races=races, sanitize=not races)
                 assert torch.equal(y, expected)
 
         return notices(lambda: check(races=False)) or notices(lambda: check(races=True))
