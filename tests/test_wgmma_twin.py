@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from jitconv.emulate import ALL_SCHEDULES, EmulationError, Launch, Schedule, build, execute
+from jitconv.emulate import ALL_SCHEDULES, EmulationError, Launch, build, execute
 from tests.kernels import HEADERS, cases, write
 from tests.kernels.cases import Operand
 
@@ -152,7 +152,7 @@ def test_accumulators_read_before_the_wait() -> None:
 
 def test_accumulators_written_before_the_wait() -> None:
     refused(FILL + FENCE + ISSUE + COMMIT + "d[1] = 0;" + WAIT, "has written its accumulators")
-    refused(FILL + FENCE + ISSUE + "d[1] += 1;" + ISSUE + COMMIT + WAIT, "has written its accumulators")
+    refused(FILL + FENCE + ISSUE + "d[1] *= 0.5f;" + ISSUE + COMMIT + WAIT, "has written its accumulators")
 
 
 def test_accumulators_that_overlap_those_of_another_shape() -> None:
@@ -163,21 +163,21 @@ def test_accumulators_that_overlap_those_of_another_shape() -> None:
 
 @pytest.mark.parametrize("place", ["shared[t]", "shared[512 + t % 64]"])
 def test_operand_written_before_the_wait(place: str) -> None:
+    report = ("depends on the schedule", "before the wait for it")
     overwrite = f"{place} = 3;\n"
-    refused(FILL + FENCE + ISSUE + COMMIT + overwrite + WAIT + STORE, "depends on the schedule", "before the wait for it")
+    refused(FILL + FENCE + ISSUE + COMMIT + overwrite + WAIT + STORE, *report)
     # That the async proxy is told does not make it right.
     fenced = overwrite + "fence_proxy_async();\n"
-    refused(FILL + FENCE + ISSUE + COMMIT + fenced + WAIT + STORE, "depends on the schedule", "before the wait for it")
+    refused(FILL + FENCE + ISSUE + COMMIT + fenced + WAIT + STORE, *report)
 
 
 def test_operand_written_when_only_one_warp_has_waited() -> None:
-    body = FILL + FENCE + ISSUE + COMMIT + WAIT + "{} shared[512 + t % 64] = 3;\n" + STORE
-    refused(body.format(""), "before the wait for it", schedules=[Schedule("forward", "early"), Schedule()])
-    refused(body.format(""), "race at shared memory + 20", "read by a wgmma of warp", races=True)
-    run(body.format("__syncthreads();"))
-    # Every thread has waited itself; what it must know of is the other warps' waits.
-    one = FILL + FENCE + ISSUE + COMMIT + WAIT + "__syncthreads(); if (t == 0) shared[512] = 3;\n" + STORE
-    run(one, races=True)
+    waited = FILL + FENCE + ISSUE + COMMIT + WAIT
+    overwrite = "if (t < 32) shared[512 + t] = 3;\n" + STORE
+    refused(waited + overwrite, "depends on the schedule", "16 bytes of an operand, at shared memory + 2048")
+    refused(waited + overwrite, "race at shared memory + 20", "read by a wgmma of warp", races=True)
+    run(waited + "__syncthreads();" + overwrite)
+    run(waited + "__syncthreads();" + overwrite, races=True)
 
 
 def test_operand_that_the_async_proxy_does_not_see() -> None:
@@ -213,12 +213,14 @@ def test_threads_that_diverge() -> None:
     refused(FILL + FENCE + places + COMMIT + WAIT, "a warpgroup diverge", "wgmma of half", "wgmma of tf32")
     places = "if (t % 2 == 0) {\n" + ISSUE + "} else {\n" + ISSUE + "}\n"
     refused(FILL + FENCE + places + COMMIT + WAIT, "a warpgroup diverge", "written.cu:10", "written.cu:12")
-    lanes = "if (t % 32 == 5) {\n" + WAIT + "} else {\n" + COMMIT + "}\n"
-    refused(FILL + FENCE + ISSUE + lanes, "the lanes of a warp diverge", "wgmma_wait_group<0>()", "wgmma_commit_group()")
+    lanes = "if (t % 32 < 5) {\n" + WAIT + "} else {\n" + COMMIT + "}\n"
+    report = ("the lanes of a warp diverge", "wgmma_wait_group<0>()", "wgmma_commit_group()")
+    refused(FILL + FENCE + ISSUE + lanes + COMMIT + WAIT, *report)
 
 
 def test_threads_that_are_missing() -> None:
-    refused(FILL + FENCE + "if (t == 77) return;\n" + ISSUE + COMMIT + WAIT, "threads 77 exited", "wgmma_wait_group()")
+    refused(FILL + FENCE + "if (t == 77) return;\n" + ISSUE + COMMIT + WAIT, ", 77, ", "64-76, 78-95 wait at wgmma")
+    refused(FILL + FENCE + ISSUE + COMMIT + "if (t != 77) {" + WAIT + "}", "exits with a product in flight")
     refused(FILL + FENCE + "if (t < 32) return;\n" + ISSUE + COMMIT + WAIT, "threads 0-31 of the warpgroup have not")
     refused(FILL + "if (t != 3) wgmma_fence();", "the lanes of warp 0 diverge: 31 of 32", "wgmma_fence()")
     refused(FILL + FENCE + ISSUE, "lacks threads: the block has 96", block=96)

@@ -1,12 +1,12 @@
 // Warpgroup products (wgmma).
 //
-// The lanes of a warp execute one sequence of operations, each lane in its own time. The lane that comes last to an
-// operation performs it for its warp; nobody waits for another warp, as none is promised to.
+// The lanes of a warp execute one sequence of operations. The lane that comes last to one performs it for its warp, and
+// where they issue and wait the others wait for it; nobody waits for another warp, as none is promised to.
 //
-//     lane 0    fence  product  commit  wait ......................|
-//     lane 1           fence    product        commit  wait .......|
-//     lane 31                           fence  product commit  wait|
-//                                              issued          retired
+//     lane 0    fence  product ...........|  commit  wait ..........|
+//     lane 1           fence  product ....|          commit wait ...|
+//     lane 31                 fence product        commit       wait|
+//                                      issued                   retired
 //
 // From a lane's issue to the wait that retires the product its accumulators hold poison, which a kernel that reads
 // them computes with, and which must still be there at the end. The operands are read when the product is issued
@@ -189,13 +189,17 @@ void multiply(Issue& issue) {
         }
     }
     for (int g = 0; g < WARP_ROWS; ++g) {
+        // The four lanes that hold this row of D, two neighbours of every eight columns each.
+        float* values[4];
+        for (int t = 0; t < 4; ++t) {
+            values[t] = issue.lanes[4 * (g % 8) + t]->value.data() + 2 * (g / 8);
+        }
         for (int j = 0; j < product.n / 8; ++j) {
             double sum[8] = {};
-            float* values[8];
-            for (int column = 0; column < 8; ++column) {
-                const int lane = 4 * (g % 8) + column / 2;
-                values[column] = &issue.lanes[lane]->value[static_cast<size_t>(4 * j + 2 * (g / 8) + column % 2)];
-                sum[column] = product.accumulate ? *values[column] : 0.0;
+            if (product.accumulate) {
+                for (int column = 0; column < 8; ++column) {
+                    sum[column] = values[column / 2][4 * j + column % 2];
+                }
             }
             for (int k = 0; k < depth; ++k) {
                 for (int column = 0; column < 8; ++column) {
@@ -203,7 +207,7 @@ void multiply(Issue& issue) {
                 }
             }
             for (int column = 0; column < 8; ++column) {
-                *values[column] = static_cast<float>(sum[column]);
+                values[column / 2][4 * j + column % 2] = static_cast<float>(sum[column]);
             }
         }
     }
@@ -307,7 +311,9 @@ void retire(Issue& issue, int warp) {
 
 // ---- The sequence of a warp ----------------------------------------------------------------------------------------
 
-bool same_place(const Here& a, const Here& b) { return a.line == b.line && strcmp(a.file, b.file) == 0; }
+bool same_place(const Here& a, const Here& b) {
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 bool same(const WarpgroupProduct& a, const WarpgroupProduct& b) {
     return a.operand == b.operand && a.n == b.n && a.a == b.a && a.b == b.b && a.accumulate == b.accumulate;
@@ -385,7 +391,15 @@ void compare_with_warpgroup(const WarpgroupProduct& product, const Here& here) {
     }
 }
 
+std::string describe_product(int) { return "wgmma for the other lanes of its warp"; }
 std::string describe_wait(int) { return "wgmma_wait_group() for the other lanes of its warp"; }
+
+// Every lane of the warp goes on.
+void release(int warp) {
+    for (int lane = 0; lane < WARP; ++lane) {
+        make_ready(WARP * warp + lane);
+    }
+}
 
 }  // namespace
 
@@ -421,14 +435,16 @@ void warpgroup_product(float* registers, const WarpgroupProduct& product, const 
     const std::shared_ptr<Issue> issue = step.issue;
     issue->lanes[block.current % WARP] = &accumulators;
     clock_release(block.current, issue->clock);
-    if (!is_last(step)) {
-        return;
+    mark_waiting(here, describe_product);
+    if (is_last(step)) {
+        read_operands(*issue, warp);
+        if (!lands_late()) {
+            multiply(*issue);
+        }
+        warps[warp].open.push_back(issue);
+        release(warp);
     }
-    read_operands(*issue, warp);
-    if (!lands_late()) {
-        multiply(*issue);
-    }
-    warps[warp].open.push_back(issue);
+    give_way();
 }
 
 void warpgroup_commit(const Here& here) {
@@ -452,9 +468,7 @@ void warpgroup_wait(int groups_left, const Here& here) {
                 retire(*issue, warp);
             }
         }
-        for (int lane = 0; lane < WARP; ++lane) {
-            make_ready(WARP * warp + lane);
-        }
+        release(warp);
     }
     give_way();
 }

@@ -111,3 +111,36 @@ def test_named_barriers_and_asynchronous_copies(case, capability: tuple[int, int
     cpu, _ = case(on_cpu)
     for name, value in cpu.items():
         assert_same_bits(gpu[name], value, name)
+
+
+# Operands of 16 products, back to back, and some that start anywhere, with rows at other distances.
+PLACES = [
+    (cases.Operand(0, 2048, 128, 4096, 1024), cases.Operand(32768, 4096, 128, 8192)),
+    (cases.Operand(48, 2048, 128, 2048 + 16, 1024), cases.Operand(16384 + 112, 4096, 144, 16)),
+    (cases.Operand(16, 128, 256, 32, 2048), cases.Operand(20480, 128, 256, 32)),
+]
+
+
+@pytest.mark.parametrize("math", list(cases.MATHS))
+@pytest.mark.parametrize("places", PLACES, ids=["planes", "offsets", "bricks"])
+def test_warpgroup_products(math: str, places: tuple[cases.Operand, cases.Operand]) -> None:
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for n in (8, 16, 32, 64, 96, 128, 192, 256):
+        for steps, accumulate in ((1, True), (2, False), (4, True)):
+            found = {
+                name: cases.products(run, math, n, *places, steps=steps, accumulate=accumulate, size=102400)
+                for name, run in (("GPU", on_gpu), ("emulator", functools.partial(on_cpu, schedules=[cases.FORWARD])))
+            }
+            # Sums of up to 64 products, a few units each; as it adds, the hardware drops what lies about 24 bits below
+            # the largest of them.
+            for y, expected in found.values():
+                torch.testing.assert_close(y.double(), expected, rtol=0, atol=2.0**-13)
+
+
+def test_warpgroup_products_from_alternating_buffers() -> None:
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for _ in range(20):
+        gpu, expected = cases.warpgroups(on_gpu)
+        torch.testing.assert_close(gpu["y"].double(), expected["y"], rtol=0, atol=2.0**-13)

@@ -140,7 +140,15 @@ class Operand:
 
 
 def products(
-    run: Runner, math: str, n: int, a: Operand, b: Operand, *, steps: int = 1, accumulate: bool = True, size: int = 65536
+    run: Runner,
+    math: str,
+    n: int,
+    a: Operand,
+    b: Operand,
+    *,
+    steps: int = 1,
+    accumulate: bool = True,
+    size: int = 65536,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Result and expectation of ``products.cu``, both [2, 64, n], on ``size`` bytes of shared memory."""
     x = _random(size // MATHS[math].itemsize, seed=n).to(MATHS[math])
