@@ -94,9 +94,9 @@ def conv2d(
             ``'ieee'``: with fp32's accuracy over fp32's whole range; by three TF32 products where tensor cores outrun
             fp32 (FFMA) by more than that costs (sm_80, sm_90, sm_100), else by FFMA. None: as torch's convolutions
             are multiplied at this moment, which ``torch.backends.cudnn.conv.fp32_precision`` says (``'tf32'`` unless
-            changed; anything but that is ``'ieee'``). One or two channels a group are multiplied by FFMA at any
-            precision. It means nothing to other dtypes, to CPU tensors, and to what PyTorch computes, gradients
-            included: that follows torch's setting.
+            changed; anything but that is ``'ieee'``). One or two channels a group, and filters whose tile would not
+            fit shared memory, are multiplied by FFMA at any precision. It means nothing to other dtypes, to CPU
+            tensors, and to what PyTorch computes, gradients included: that follows torch's setting.
 
     Returns:
         ``[N, K, oH, oW]`` (or what the epilogue makes of it) in the dtype of ``input``, rounded once at the end;

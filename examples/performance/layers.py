@@ -2,10 +2,10 @@
 
     python examples/performance/layers.py [--output examples/performance] [--only TEXT]
 
-The list was written down before anything was tuned to it. Each row is timed at the dtype it names: float32 at TF32
-(jitconv: precision="tf32"; PyTorch: its default) and again at fp32's accuracy (precision="tf32x3" against strict fp32),
-16-bit types as they are. Peers: eager on NC* and eager on channels_last input, the chain included, and torch.compile
-with --compile. Timings as in headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
+The list was written down before anything was tuned to it. Each row is timed at the dtype it names: float32 at both of
+torch's settings for convolutions, tf32 (its default) and ieee, which jitconv follows; 16-bit types as they are. Peers:
+eager on NC* and eager on channels_last input, the chain included, and torch.compile with --compile. Timings as in
+headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _layers() -> list[Layer]:
 LAYERS = _layers()
 
 
-def measure(layer: Layer, dtype: torch.dtype, precision: str | None, compiled: bool) -> dict[str, Any]:
-    """Times, errors and extra memory of one row; ``precision`` is jitconv's, None for 16-bit types."""
+def measure(layer: Layer, dtype: torch.dtype, setting: str, compiled: bool) -> dict[str, Any]:
+    """Times, errors and extra memory of one row, at torch's ``setting`` for convolutions in float32."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").to(dtype)
@@ -107,7 +107,7 @@ def measure(layer: Layer, dtype: torch.dtype, precision: str | None, compiled: b
     w = (torch.randn(layer.k, c, *layer.kernel, device="cuda") / math.sqrt(c * math.prod(layer.kernel))).to(dtype)
     plain, fused = CONV[len(layer.kernel)]
     residual = torch.randn_like(plain(x, w, b, **layer.parameters)) if "add" in layer.follows else None
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = setting
 
     def chain(x: Tensor, w: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
         v = plain(x, w, b, **layer.parameters)
@@ -118,16 +118,14 @@ def measure(layer: Layer, dtype: torch.dtype, precision: str | None, compiled: b
     steps = [E.add(residual) if step == "add" else getattr(E, step)() for step in layer.follows]
     last = CHANNELS_LAST.get(x.dim())
     candidates = {
-        "jitconv": lambda: fused(x, w, b, epilogue=steps, precision=precision, **layer.parameters),
+        "jitconv": lambda: fused(x, w, b, epilogue=steps, **layer.parameters),
         "eager": lambda: chain(x, w, b, residual),
     }
     if last is not None:
         x_last, w_last = x.contiguous(memory_format=last), w.contiguous(memory_format=last)
         r_last = None if residual is None else residual.contiguous(memory_format=last)
         steps_last = [E.add(r_last) if step == "add" else getattr(E, step)() for step in layer.follows]
-        candidates["jitconv channels_last"] = lambda: fused(
-            x_last, w, b, epilogue=steps_last, precision=precision, **layer.parameters
-        )
+        candidates["jitconv channels_last"] = lambda: fused(x_last, w, b, epilogue=steps_last, **layer.parameters)
         candidates["eager channels_last"] = lambda: chain(x_last, w_last, b, r_last)
     if compiled:
         function = torch.compile(chain, dynamic=False)
@@ -160,9 +158,9 @@ def main() -> None:
         if options.only not in layer.name:
             continue
         for name in layer.dtypes:
-            for precision in ("tf32", "tf32x3") if name == "float32" else (None,):
-                row = measure(layer, getattr(torch, name), precision, options.compile)
-                label = precision or name
+            for setting in ("tf32", "ieee") if name == "float32" else ("ieee",):
+                row = measure(layer, getattr(torch, name), setting, options.compile)
+                label = setting if name == "float32" else name
                 record[f"{layer.name} {label}"] = row
                 cells = [f"{row[n]:.3f}" if n in row else "–" for n in names]
                 numbers = [f"{row['tflops']:.0f}", f"{row['speed-up']:.2f}", f"{row['difference']:.1e}"]
