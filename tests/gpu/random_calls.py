@@ -1,8 +1,11 @@
-"""A seeded generator of calls over operators, dtypes, layouts, odd sizes and epilogues, and their oracles."""
+"""A seeded generator of calls over operators, dtypes, layouts, odd sizes and epilogues, their oracles and limits."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,9 +24,13 @@ _ACTIVATIONS = (
 
 
 class Generator:
-    """Random calls from one seed; every parameter is random and none is an identity."""
+    """Random calls from one seed; every parameter is random and none is an identity.
 
-    def __init__(self, seed: int, device: str = "cuda") -> None:
+    ``precision`` is that of every call: a name, or None for torch's setting as the call is drawn.
+    """
+
+    def __init__(self, seed: int, device: str = "cuda", precision: str | None = None) -> None:
+        self.precision = precision
         self.random = random.Random(seed)
         self.torch = torch.Generator(device).manual_seed(seed)
         self.device = device
@@ -93,7 +100,7 @@ class Generator:
 
         def make(epilogue: list[E.Step]) -> Call:
             return functional.convolution_call(
-                name, rank, transposed, x, weight, bias, epilogue, None, **parameters
+                name, rank, transposed, x, weight, bias, epilogue, self.precision, **parameters
             )[0]
 
         out = reference_shape(make([]))
@@ -115,7 +122,9 @@ class Generator:
         parameters = {"stride": r.choice((1, 2)), "padding": [k // 2 for k in kernel], "dilation": r.choice((1, 2))}
 
         def make(epilogue: list[E.Step]) -> Call:
-            return functional.separable_call(x, dw, pw, dw_bias, pw_bias, between, epilogue, None, **parameters)[0]
+            return functional.separable_call(
+                x, dw, pw, dw_bias, pw_bias, between, epilogue, self.precision, **parameters
+            )[0]
 
         return make(self.epilogue(reference_shape(make([])), dtype))
 
@@ -178,6 +187,67 @@ def eager(call: Call) -> Tensor:
         v = E.reference(call.between, v)
         v = torch.nn.functional.conv2d(v, call.weights[1], call.biases[1])
     return E.reference(call.epilogue, v)
+
+
+@contextmanager
+def conv_setting(value: str) -> Iterator[None]:
+    """torch's own setting for convolutions in float32: ``"tf32"`` or ``"ieee"``."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = value
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
+def tf32(t: Tensor) -> Tensor:
+    """``t`` rounded to 10 bits of mantissa, to nearest, ties away from zero."""
+    bits = t.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def rounded(call: Call) -> Tensor:
+    """The exact result of the convolution of operands rounded to TF32."""
+    doubles = [t.double() for t in functional.differentiable(call)]
+    doubles[0], doubles[1] = tf32(call.x).double(), tf32(call.weights[0]).double()
+    return functional.run_reference(functional.replaced(call, doubles))
+
+
+#: Fewer outputs than this say little about an error: another order of the same sums moves it by more than a tenth.
+_MANY = 4096
+
+
+def allowed(call: Call, expected: Tensor) -> float:
+    """The largest error that is right for ``call``: that of PyTorch at the same precision, and a tenth.
+
+    tf32: or that of an exact convolution of rounded operands. ieee: or 2e-7; where outputs are few, or normalised
+    by each other (which magnifies errors by what happens to be in a row), twice PyTorch's or 5e-7.
+    """
+    if call.x.dtype != torch.float32:
+        with conv_setting("ieee"):
+            return 1.1 * error(eager(call), expected)
+    if call.operator == "conv" and call.precision == "tf32":
+        with conv_setting("tf32"):
+            peer = error(eager(call), expected)
+        # What FFMA serves at tf32 is an fp32 result, and cuDNN may serve it so as well.
+        return max(1.1 * max(peer, error(rounded(call), expected)), 2e-7)
+    with conv_setting("ieee"):
+        peer = error(eager(call), expected)
+    if expected.numel() < _MANY or any(step.needs == "row" for step in call.epilogue):
+        return max(2 * peer, 5e-7)
+    return max(1.1 * peer, 2e-7)
+
+
+def over_draws(call: Call, run: Callable[[Call], Tensor], draws: int = 5) -> tuple[float, float]:
+    """Median error of ``run(call)``, and the median of what is allowed, over new values of x, drawn in place."""
+    reached, limits = [], []
+    for seed in range(draws):
+        generator = torch.Generator(call.x.device).manual_seed(seed)
+        call.x.normal_(generator=generator)
+        expected = exact(call)
+        reached.append(error(run(call), expected))
+        limits.append(allowed(call, expected))
+    return median(reached), median(limits)
 
 
 def error(result: Tensor, expected: Tensor) -> float:

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from random_calls import Generator, describe, eager, error, exact
-from test_operators_gpu import rand, randn, run_poisoned, strict_fp32
+from random_calls import Generator, conv_setting, describe, error, exact, over_draws
+from test_operators_gpu import rand, randn, run_poisoned
 from torch import Tensor
 
-from jitconv import emulated, functional, launch, program
+from jitconv import emulated, launch, program
 from jitconv.compilation import compiled_kernel
 from jitconv.functional import convolution_call
+from jitconv.problem import PRECISIONS
 from jitconv.program import Call
 
 PROBLEMS = int(os.environ.get("JITCONV_GPU_PROBLEMS", "240")) // 2
@@ -23,16 +24,16 @@ PROBLEMS = int(os.environ.get("JITCONV_GPU_PROBLEMS", "240")) // 2
 
 def on_tensor_cores(call: Call) -> bool:
     arch = launch.device_info(0).arch
-    return any(step.kernel.family == "conv_mma" for step in program.build(call, arch).launches)
+    return hasattr(program.build(call, arch).launches[0].kernel.tile, "math")
 
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    """Random float32 problems that tensor cores serve, in turns at one product and at three; kernels compiled."""
+    """Random float32 problems that tensor cores serve, in turns at either precision; kernels compiled."""
     generator = Generator(seed=7)
     found: list[Call] = []
     while len(found) < PROBLEMS:
-        call = dataclasses.replace(generator.call(), precision=("tf32", "tf32x3")[len(found) % 2])
+        call = dataclasses.replace(generator.call(), precision=PRECISIONS[len(found) % 2])
         if call.x.dtype == torch.float32 and on_tensor_cores(call):
             found.append(call)
     arch = launch.device_info(0).arch
@@ -42,29 +43,10 @@ def calls() -> list[Call]:
     return found
 
 
-def tf32(t: Tensor) -> Tensor:
-    bits = t.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def rounded(call: Call) -> Tensor:
-    """The exact result of operands rounded to tf32."""
-    doubles = [t.double() for t in functional.differentiable(call)]
-    doubles[0], doubles[1] = tf32(call.x).double(), tf32(call.weights[0]).double()
-    return functional.run_reference(functional.replaced(call, doubles))
-
-
 @pytest.mark.parametrize("index", range(PROBLEMS))
 def test_error_is_that_of_the_precision_asked_for(calls: list[Call], index: int) -> None:
     call = calls[index]
-    expected = exact(call)
-    reached = error(run_poisoned(call), expected)
-    if call.precision == "tf32":
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
-        limit = max(1.1 * max(error(eager(call), expected), error(rounded(call), expected)), 5e-7)
-    else:
-        with strict_fp32():
-            limit = max(2 * error(eager(call), expected), 5e-7)
+    reached, limit = over_draws(call, run_poisoned)
     assert reached <= limit, f"error {reached:.3e} > {limit:.3e} at {call.precision}: {describe(call)}"
 
 
@@ -74,17 +56,17 @@ def conv3d(x: Tensor, w: Tensor, precision: str) -> Call:
     )[0]
 
 
-def test_three_products_are_no_less_exact_than_strict_fp32_at_full_size() -> None:
+def test_ieee_is_no_less_exact_than_strict_fp32_at_full_size() -> None:
     # Median of five seeds, as relative L2 and relative to the sum of magnitudes.
     ours, peers, ours_max, peers_max = [], [], [], []
     for seed in range(5):
         torch.manual_seed(seed)
         x, w = rand(4, 64, 16, 48, 48), randn(64, 64, 3, 3, 3) / 40
-        call = conv3d(x, w, "tf32x3")
+        call = conv3d(x, w, "ieee")
         expected = exact(call)
         scale = F.conv3d(x.abs().double(), w.abs().double(), padding=1)
         y = run_poisoned(call)
-        with strict_fp32():
+        with conv_setting("ieee"):
             peer = F.conv3d(x, w, padding=1)
         ours.append(error(y, expected))
         peers.append(error(peer, expected))
@@ -102,9 +84,9 @@ def test_the_whole_range_of_fp32(value: float, where: str) -> None:
         x[:, :, :, :5, :5] = value * (0.5 + rand(2, 16, 6, 5, 5) / 2) if value == value and value < 1e39 else value
     else:
         w[3] = value
-    call = conv3d(x, w, "tf32x3")
+    call = conv3d(x, w, "ieee")
     y, expected = run_poisoned(call), exact(call)
-    with strict_fp32():
+    with conv_setting("ieee"):
         peer = F.conv3d(x, w, padding=1)
     assert torch.equal(y.isnan(), peer.isnan())
     assert torch.equal(y.isinf(), peer.isinf())
@@ -113,7 +95,7 @@ def test_the_whole_range_of_fp32(value: float, where: str) -> None:
     assert ((y.double() - expected).abs()[finite] <= 2e-6 * scale[finite] + 432 * 2.0**-149).all()
 
 
-@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.compiler
 def test_the_emulators_products_are_the_hardwares(dtype: torch.dtype, precision: str) -> None:
