@@ -2,9 +2,9 @@
 
 torch multiplies float32 convolutions in TF32 where ``torch.backends.cudnn.conv.fp32_precision`` says ``"tf32"`` (its
 default), and in fp32 at every other value: ``"ieee"``, and ``"none"``, which is what ``allow_tf32 = False`` and
-``cudnn.flags(allow_tf32=False)`` leave behind (at::Context::allowTF32CuDNN, asked for the convolution). Where no value
-was ever set for convolutions, or ``"none"`` was, the setting is that of ``torch.backends.cudnn.fp32_precision``, and
-behind it ``torch.backends.fp32_precision``: torch resolves this when it is asked.
+``cudnn.flags(allow_tf32=False)`` leave behind (at::Context::allowTF32CuDNN, asked for the convolution). Convolutions
+that were set to ``"none"`` (with newer versions also those never set) inherit ``torch.backends.cudnn.fp32_precision``,
+and behind it ``torch.backends.fp32_precision``: what is read here is the outcome.
 
 The setting of the convolution alone is always defined. ``allow_tf32`` and ``cudnn.flags()`` are not: torch raises when
 they are read while convolutions and RNNs differ.
