@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jitconv import emulate, program
+from jitconv import emulate, program, tensor_map
 from jitconv.program import Call
 from jitconv.render import render
 
@@ -37,11 +37,15 @@ def run(
         data = bytearray(step.arguments)
         for offset, name in step.numbers:
             struct.pack_into("<f", data, offset, numbers[name])
+        pointers = {offset: tensors[name] for offset, name in step.pointers if name in tensors}
+        for offset, name, spec in step.tensor_maps:
+            data[offset : offset + tensor_map.MAP_BYTES] = tensor_map.encode_for_emulator(spec)
+            pointers[offset + tensor_map.ADDRESS_OFFSET] = tensors[name]
         emulate.execute(
             render(step.kernel),
             emulate.Launch(step.grid, step.block, step.shared_bytes),
             bytes(data),
-            {offset: tensors[name] for offset, name in step.pointers if name in tensors},
+            pointers,
             sanitize=sanitize,
             races=races,
             schedules=schedules,

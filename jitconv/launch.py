@@ -311,6 +311,46 @@ class LoadedKernel:
         )
 
 
+def call_entry_point(
+    name: str,
+    since: tuple[int, int],
+    device: int,
+    signature: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    what: str,
+) -> None:
+    """Call a function of the driver through its C entry point, in the primary context of a device.
+
+    For what cuda-python does not pass on as it is needed. ``since`` is the version of CUDA that brought the function,
+    ``signature`` its ctypes parameters, ``what`` the subject of an error.
+
+    Raises:
+        DriverNotFoundError: there is no driver or no GPU.
+        DriverError: the driver has no such function, or it failed.
+    """
+    driver = _driver()
+    function = _entry_point(name, since, signature)
+    status = function(*arguments)
+    if status == _INVALID_CONTEXT:
+        with _current(driver, _primary_context(device)):
+            status = function(*arguments)
+    if status != 0:
+        _check(driver, name, driver.CUresult(status), what)
+
+
+@functools.cache
+def _entry_point(name: str, since: tuple[int, int], signature: tuple[Any, ...]) -> Callable[..., int]:
+    driver = _driver()
+    status, address, *_ = driver.cuGetProcAddress(name.encode(), since[0] * 1000 + since[1] * 10, 0)
+    if int(status) != 0 or not int(address):
+        major, minor = driver_version()
+        raise DriverError(
+            f"{name}: the driver (CUDA {major}.{minor}) has no such function; expected a driver of CUDA {since[0]}."
+            f"{since[1]} or newer; update it to 525 or newer"
+        )
+    return ctypes.CFUNCTYPE(ctypes.c_int, *signature)(int(address))
+
+
 def _launch_remedy(status: int) -> str:
     if status == _INVALID_VALUE:
         return (

@@ -18,9 +18,9 @@ MAX_ARGUMENT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Field:
-    """One member: ``kind`` is ``pointer``, ``index``, ``float`` or ``divisor``.
+    """One member: ``kind`` is ``pointer``, ``index``, ``float``, ``divisor`` or ``tensor_map``.
 
-    ``element`` is the C type a pointer points to; ``count`` > 1 makes an array.
+    ``element`` is the C type a pointer points to; ``count`` > 1 makes an array. A tensor map is filled in at launch.
     """
 
     name: str
@@ -63,11 +63,13 @@ class Layout:
             return self.index_bits // 8, self.index_bits // 8
         if member.kind == "divisor":
             return (12, 4) if self.index_bits == 32 else (8, 8)
-        raise ValueError(f"kind={member.kind!r}: expected pointer, index, float or divisor")
+        if member.kind == "tensor_map":
+            return 128, 64
+        raise ValueError(f"kind={member.kind!r}: expected pointer, index, float, divisor or tensor_map")
 
     def declarations(self) -> list[str]:
         """The members as C declarations, in order."""
-        types = {"index": "Index", "float": "float", "divisor": "Divisor<Index>"}
+        types = {"index": "Index", "float": "float", "divisor": "Divisor<Index>", "tensor_map": "TensorMap"}
         lines = []
         for member in self.fields:
             ctype = f"{member.element}*" if member.kind == "pointer" else types[member.kind]

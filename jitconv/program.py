@@ -22,6 +22,7 @@ from jitconv.families import Extents, KernelPlan, common, family, pack_weights
 from jitconv.layout import Layout
 from jitconv.planning import Plan, plan
 from jitconv.problem import Problem, index_bits
+from jitconv.tensor_map import TensorMap
 from jitconv.validation import Geometry
 
 _WEIGHTS = {
@@ -126,6 +127,8 @@ class KernelLaunch:
     shape: tuple[int, ...]
     dtype: torch.dtype
     memory_format: torch.memory_format
+    #: (offset in ``arguments``, name of the tensor, the map but for its address).
+    tensor_maps: tuple[tuple[int, str, TensorMap], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,8 @@ def _launch(
             "split the batch"
         )
     values = module.values(kernel, extents, strides) if grid else {}
+    # A family whose kernels copy boxes says by ``tensor_maps``, for each such field, of which tensor and what boxes.
+    maps = module.tensor_maps(kernel, extents, strides) if grid and hasattr(module, "tensor_maps") else {}
     return KernelLaunch(
         kernel=kernel,
         grid=grid,
@@ -364,5 +369,8 @@ def _launch(
         shape=shape,
         dtype=getattr(torch, kernel.target_dtype),
         memory_format=memory_format,
+        tensor_maps=tuple(
+            (layout.offsets[member], reads.get(name, name), tensor_map) for member, (name, tensor_map) in maps.items()
+        ),
     )
 

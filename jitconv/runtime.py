@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitconv import launch, program
+from jitconv import launch, program, tensor_map
 from jitconv.compilation import compiled_kernel, key_of
 from jitconv.errors import KernelNotWarmedError
 from jitconv.families import KernelPlan
@@ -83,6 +83,10 @@ def arguments(step: KernelLaunch, tensors: dict[str, Tensor], numbers: dict[str,
             struct.pack_into("<Q", data, offset, tensor.data_ptr())
     for offset, name in step.numbers:
         struct.pack_into("<f", data, offset, numbers[name])
+    for offset, name, spec in step.tensor_maps:
+        tensor = tensors[name]
+        encoded = tensor_map.encode(spec, tensor.data_ptr(), tensor.device.index)
+        data[offset : offset + tensor_map.MAP_BYTES] = encoded
     return bytes(data)
 
 

@@ -206,7 +206,7 @@ EVERYWHERE = (
     "barriers", "named_barriers", "pipeline", "numeric", "arithmetic", "integers", "atomics", "warps",
 )  # fmt: skip
 TEXTS = [(name, arch) for name in EVERYWHERE for arch in KNOWN]
-TEXTS += [("bulk", arch) for arch in ("sm_90a", "sm_100a", "sm_120")]
+TEXTS += [(name, arch) for name in ("bulk", "boxes") for arch in ("sm_90a", "sm_100a", "sm_120")]
 TEXTS += [("warpgroups", "sm_90a"), ("products", "sm_90a")]
 
 

@@ -68,7 +68,7 @@ def test_more_arguments_than_a_launch_takes_are_packed() -> None:
 
 
 def test_an_unknown_kind_is_laid_out() -> None:
-    with pytest.raises(ValueError, match="kind='double': expected pointer, index, float or divisor"):
+    with pytest.raises(ValueError, match="kind='double': expected pointer, index, float, divisor or tensor_map"):
         Layout((Field("a", "double"),), 32)
 
 

@@ -13,6 +13,7 @@
 
 #include "host/block.h"
 #include "host/buffers.h"
+#include "host/bulk.h"
 #include "host/races.h"
 #include "host/report.h"
 
@@ -22,15 +23,15 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-struct Copy {
-    void* destination;
-    const void* source;  // null: zeros
-    unsigned bytes;
+struct Copy : Piece {
     Here here;
 };
 
 struct BulkLoad {
-    Copy copy;
+    std::vector<Piece> pieces;
+    unsigned bytes;
+    const char* what;
+    Here here;
     uint64_t* barrier;
     Clock clock;  // when it was issued
 };
@@ -88,27 +89,6 @@ struct {
 
 ptrdiff_t shared_offset(const void* pointer) { return static_cast<const unsigned char*>(pointer) - block.shared; }
 
-void require_shared(const void* pointer, unsigned bytes, const char* what, const Here& here) {
-    const ptrdiff_t offset = shared_offset(pointer);
-    if (offset < 0 || offset + static_cast<ptrdiff_t>(bytes) > static_cast<ptrdiff_t>(block.shared_bytes)) {
-        fail(text("%s: %u bytes at shared memory + %td are out of bounds: it has %u bytes (%s)", what, bytes, offset,
-                  block.shared_bytes, place(here).c_str()));
-    }
-}
-
-void require_global(const void* pointer, unsigned bytes, const char* what, const Here& here) {
-    if (!is_global(pointer, bytes)) {
-        fail(text("%s: %u bytes at %s are out of bounds (%s)", what, bytes, describe_address(pointer).c_str(),
-                  place(here).c_str()));
-    }
-}
-
-void require_aligned(const void* pointer, unsigned alignment, const char* what, const Here& here) {
-    if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) {
-        fail(text("%s: address %p is not a multiple of %u (%s)", what, pointer, alignment, place(here).c_str()));
-    }
-}
-
 void require_bulk(const void* shared, const void* global, unsigned bytes, const char* what, const Here& here) {
     require_shared(shared, bytes, what, here);
     require_global(global, bytes, what, here);
@@ -156,22 +136,23 @@ void complete_phase_if_due(MBarrier& barrier) {
 
 // ---- Landing -------------------------------------------------------------------------------------------------------
 
-void land(const Copy& copy) {
-    if (copy.source == nullptr) {
-        memset(copy.destination, 0, copy.bytes);
+void land(const Piece& piece) {
+    if (piece.source == nullptr) {
+        memset(piece.destination, 0, piece.bytes);
     } else {
-        memcpy(copy.destination, copy.source, copy.bytes);
+        memcpy(piece.destination, piece.source, piece.bytes);
     }
 }
 
 void land_load(const BulkLoad& load) {
-    land(load.copy);
-    if (lands_late()) {
-        memcpy(&async_view[static_cast<size_t>(shared_offset(load.copy.destination))], load.copy.destination,
-               load.copy.bytes);
+    for (const Piece& piece : load.pieces) {
+        land(piece);
+        if (lands_late()) {
+            memcpy(&async_view[static_cast<size_t>(shared_offset(piece.destination))], piece.destination, piece.bytes);
+        }
     }
-    MBarrier& barrier = find(load.barrier, "cp.async.bulk to shared memory", load.copy.here);
-    barrier.bytes -= load.copy.bytes;
+    MBarrier& barrier = find(load.barrier, load.what, load.here);
+    barrier.bytes -= load.bytes;
     clock_join(barrier.clock, load.clock);
     complete_phase_if_due(barrier);
 }
@@ -195,6 +176,27 @@ size_t choose(size_t count) {
 
 }  // namespace
 
+void require_shared(const void* pointer, unsigned bytes, const char* what, const Here& here) {
+    const ptrdiff_t offset = shared_offset(pointer);
+    if (offset < 0 || offset + static_cast<ptrdiff_t>(bytes) > static_cast<ptrdiff_t>(block.shared_bytes)) {
+        fail(text("%s: %u bytes at shared memory + %td are out of bounds: it has %u bytes (%s)", what, bytes, offset,
+                  block.shared_bytes, place(here).c_str()));
+    }
+}
+
+void require_global(const void* pointer, unsigned bytes, const char* what, const Here& here) {
+    if (!is_global(pointer, bytes)) {
+        fail(text("%s: %u bytes at %s are out of bounds (%s)", what, bytes, describe_address(pointer).c_str(),
+                  place(here).c_str()));
+    }
+}
+
+void require_aligned(const void* pointer, unsigned alignment, const char* what, const Here& here) {
+    if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) {
+        fail(text("%s: address %p is not a multiple of %u (%s)", what, pointer, alignment, place(here).c_str()));
+    }
+}
+
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 
 void asynchronous_copy(void* shared, const void* source, int bytes, const Here& here) {
@@ -205,7 +207,7 @@ void asynchronous_copy(void* shared, const void* source, int bytes, const Here& 
         require_aligned(source, size, "cp.async", here);
         require_global(source, size, "cp.async", here);
     }
-    const Copy copy = {shared, source, size, here};
+    const Copy copy = {{shared, source, size}, here};
     races_write(shared, size, 0);
     if (lands_late()) {
         copies[block.current].open.push_back(copy);
@@ -286,15 +288,20 @@ const unsigned char* async_proxy_view() { return lands_late() ? async_view.data(
 void bulk_load(void* shared, const void* source, unsigned bytes, uint64_t* barrier, const Here& here) {
     const char* what = "cp.async.bulk to shared memory";
     require_bulk(shared, source, bytes, what, here);
+    bulk_load_pieces({{shared, source, bytes}}, shared, bytes, barrier, what, here);
+}
+
+void bulk_load_pieces(std::vector<Piece> pieces, void* shared, unsigned bytes, uint64_t* barrier, const char* what,
+                      const Here& here) {
     if (!find(barrier, what, here).visible && lands_late()) {
         fail(text("%s: no fence_mbarrier_init() since the %s was initialised (%s)", what, name(barrier).c_str(),
                   place(here).c_str()));
     }
-    BulkLoad load = {{shared, source, bytes, here}, barrier, {}};
+    BulkLoad load = {std::move(pieces), bytes, what, here, barrier, {}};
     races_write(shared, bytes, 0);
     clock_release(block.current, load.clock);
     if (lands_late()) {
-        loads.push_back(load);
+        loads.push_back(std::move(load));
     } else {
         land_load(load);
     }
@@ -303,7 +310,7 @@ void bulk_load(void* shared, const void* source, unsigned bytes, uint64_t* barri
 void bulk_store(void* destination, const void* shared, unsigned bytes, const Here& here) {
     const char* what = "cp.async.bulk to global memory";
     require_bulk(shared, destination, bytes, what, here);
-    const Copy copy = {destination, shared, bytes, here};
+    const Copy copy = {{destination, shared, bytes}, here};
     races_read(shared, bytes, 0);
     if (!lands_late()) {
         land(copy);
@@ -333,7 +340,7 @@ bool asynchronous_progress() {
         return false;
     }
     const auto chosen = loads.begin() + static_cast<ptrdiff_t>(choose(loads.size()));
-    const BulkLoad load = *chosen;
+    const BulkLoad load = std::move(*chosen);
     loads.erase(chosen);
     land_load(load);
     return true;
@@ -353,7 +360,7 @@ void asynchronous_exit_thread() {
 void asynchronous_end_block() {
     if (!loads.empty()) {
         fail(text("the block ends with %zu bulk copies to shared memory in flight (the last issued at %s)",
-                  loads.size(), place(loads.back().copy.here).c_str()));
+                  loads.size(), place(loads.back().here).c_str()));
     }
 }
 

@@ -55,6 +55,11 @@ void bulk_store(void* global, const void* shared, unsigned bytes, const Here& he
 void bulk_commit();
 void bulk_wait(int groups_left);
 
+// cp.async.bulk.tensor: the box at `coordinates` of the tensor that the map describes; lands like a bulk load.
+void tensor_load(void* shared, const void* map, const int32_t* coordinates, int rank, uint64_t* barrier,
+                 const Here& here);
+void tensor_map_prefetch(const void* map, const Here& here);
+
 // wgmma: D[64][n] = A[64][k] B[n][k]^T, plus D if `accumulate`; the operands by their descriptors.
 enum class Operand { tf32, half, bfloat16 };
 struct WarpgroupProduct {

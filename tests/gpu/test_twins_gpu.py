@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from jitconv.emulate import Launch, execute
+from jitconv.errors import DriverError
 from jitconv.launch import current_stream, device_info, load
+from jitconv.tensor_map import ADDRESS_OFFSET, encode, encode_for_emulator
 from jitconv.toolchain import compile_cubin
 from tests.kernels import Kernel, cases
 
@@ -144,3 +146,29 @@ def test_warpgroup_products_from_alternating_buffers() -> None:
     for _ in range(20):
         gpu, expected = cases.warpgroups(on_gpu)
         torch.testing.assert_close(gpu["y"].double(), expected["y"], rtol=0, atol=2.0**-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensor_copies(dtype: torch.dtype, rank: int, step: int) -> None:
+    needs((9, 0))
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((4, 3, 5, 6, 24)[-rank:], generator=generator).to(dtype)
+    spec = cases.tensor_map_of(x, (8, 4, 3, 2, 3)[:rank], (1, step, step, 1, step)[:rank])
+    corners = [(0,) * rank, (3,) + (1,) * (rank - 1), (-1,) * rank, (21, 3, 4, 2, 3)[:rank], (-9,) + (0,) * (rank - 1)]
+    on_device = x.to(f"cuda:{DEVICE}")
+    gpu, expected = cases.boxes(on_gpu, x, spec, corners, encode(spec, on_device.data_ptr(), DEVICE), {})
+    pointers = {cases.BOX_MAP + ADDRESS_OFFSET: x}
+    cpu, _ = cases.boxes(on_cpu, x, spec, corners, encode_for_emulator(spec), pointers)
+    assert_same_bits(gpu, expected, "GPU")
+    assert_same_bits(cpu, expected, "emulator")
+
+
+def test_a_map_that_the_driver_refuses_names_it() -> None:
+    needs((9, 0))
+    # TensorMap would not have made one with an empty box.
+    spec = cases.tensor_map_of(torch.zeros(4, 8), (4, 4))
+    object.__setattr__(spec, "box", (0, 4))
+    with pytest.raises(DriverError, match=r"cuTensorMapEncodeTiled failed with .*INVALID_VALUE .*box=\(0, 4\)"):
+        encode(spec, 0x1000, DEVICE)

@@ -6,13 +6,15 @@ GPU. Expected values come from torch in float64 or from Python's integers.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from jitconv.emulate import Launch, Schedule
+from jitconv.tensor_map import TensorMap
 from tests.kernels import Kernel, load
 
 Runner = Callable[[Kernel, Launch, bytes, Mapping[int, torch.Tensor]], None]
@@ -167,6 +169,47 @@ def products(
     places = [p for o in (a, b) for p in (o.start, o.leading, o.stride, o.advance, o.group)]
     arguments = struct.pack("<2Q5i10I4x", 0, 0, *numbers, *places)
     run(load("products"), Launch(1, 256, size), arguments, {0: x, 8: y})
+    return y, expected
+
+
+# ---- boxes.cu ----------------------------------------------------------------------------------
+
+#: Where the map stands in the argument of ``boxes.cu``.
+BOX_MAP = 64
+
+
+def tensor_map_of(x: torch.Tensor, box: tuple[int, ...], element_strides: tuple[int, ...] = ()) -> TensorMap:
+    """The map of ``x``, whose last axis is dense; ``box`` and ``element_strides`` are innermost first."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    strides = tuple(stride * x.element_size() for stride in x.stride()[-2::-1])
+    return TensorMap(dtype, tuple(x.shape[::-1]), strides, box, element_strides)
+
+
+def boxes(
+    run: Runner,
+    x: torch.Tensor,
+    spec: TensorMap,
+    corners: Sequence[tuple[int, ...]],
+    encoded: bytes,
+    pointers: Mapping[int, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boxes of ``x`` by ``boxes.cu`` and by indexing. Axes of corners are innermost first, those of the results last.
+
+    ``encoded`` is the map as the runner takes it, ``pointers`` what the runner has to fill in of it.
+    """
+    starts = torch.tensor([(*corner, *(5 - len(corner)) * (0,)) for corner in corners], dtype=torch.int32)
+    y = torch.full((len(corners), *spec.box_extents[::-1]), torch.nan, dtype=x.dtype)
+    words = spec.box_bytes // 4
+    arguments = struct.pack("<2Q2i40x", 0, 0, spec.rank, words) + encoded
+    launch = Launch(len(corners), 64, (words + 1) // 2 * 8 + 8)
+    run(load("boxes"), launch, arguments, {0: starts, 8: y, **pointers})
+    expected = torch.zeros_like(y)
+    for i, corner in enumerate(corners):
+        for position in itertools.product(*map(range, spec.box_extents[::-1])):
+            steps = zip(corner[::-1], position, spec.element_strides[::-1], strict=True)
+            place = tuple(start + step * at for start, at, step in steps)
+            if all(0 <= at < extent for at, extent in zip(place, x.shape, strict=True)):
+                expected[(i, *position)] = x[place]
     return y, expected
 
 
