@@ -14,6 +14,9 @@ from jitconv.render import render
 
 __all__ = ["run"]
 
+#: A small GPU: blocks that take one tile after the other then have several, as on a real one.
+_MULTIPROCESSORS = 2
+
 
 def run(
     call: Call,
@@ -43,7 +46,7 @@ def run(
             pointers[offset + tensor_map.ADDRESS_OFFSET] = tensors[name]
         emulate.execute(
             render(step.kernel),
-            emulate.Launch(step.grid, step.block, step.shared_bytes),
+            emulate.Launch(step.blocks(_MULTIPROCESSORS), step.block, step.shared_bytes),
             bytes(data),
             pointers,
             sanitize=sanitize,

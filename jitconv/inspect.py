@@ -271,7 +271,8 @@ def inspect(target: str | Callable[..., Any], /, *args: Any, arch: str | None = 
 
     Args:
         target: the address of a manifest entry (``"headline:w1"``, ``"shapes.toml:block"``), or a public function of
-            jitconv, followed by the arguments of the call. Tensors may be on any device, ``meta`` included.
+            jitconv, followed by the arguments of the call. Tensors may be on any device, ``meta`` included. Without
+            ``precision`` it is torch's setting for convolutions, here as in a call.
         arch: architecture to compile for, such as ``"sm_80"``; default: that of the tensors' GPU, else of the
             current GPU, else sm_90a.
 
@@ -282,8 +283,8 @@ def inspect(target: str | Callable[..., Any], /, *args: Any, arch: str | None = 
     >>> import torch, jitconv
     >>> from jitconv import epilogue as E
     >>> x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    >>> jitconv.inspect(jitconv.conv2d, x, w, epilogue=[E.relu()], arch="sm_80").kernels[0].name
-    'jitconv_conv2d_c3k4_k3_relu_float32'
+    >>> [kernel.name for kernel in jitconv.inspect(jitconv.conv2d, x, w, epilogue=[E.relu()], arch="sm_80").kernels]
+    ['jitconv_pack_weights_c3k4_t9_float32_tf32', 'jitconv_conv2d_c3k4_k3_relu_float32']
     """
     from jitconv.calls import call_of
     from jitconv.manifest import find

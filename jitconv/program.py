@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jitconv import epilogue as E
 from jitconv.architectures import normalize_arch
-from jitconv.families import Extents, KernelPlan, common, family, pack_weights
+from jitconv.families import Extents, KernelPlan, common, family
 from jitconv.layout import Layout
 from jitconv.planning import Plan, plan
 from jitconv.problem import Problem, index_bits
@@ -113,7 +113,8 @@ class KernelLaunch:
 
     ``pointers`` and ``numbers`` are (offset in ``arguments``, name); names are those of :meth:`Call.tensors` and
     :meth:`Call.numbers`, ``workspace0`` … for what earlier kernels wrote, and ``y``. ``writes`` names what it
-    produces, of ``shape`` and ``dtype``.
+    produces, of ``shape`` and ``dtype``. ``resident`` > 0: blocks take one tile after the other, that many of them
+    fit on a multiprocessor, and ``grid`` counts tiles.
     """
 
     kernel: KernelPlan
@@ -127,8 +128,13 @@ class KernelLaunch:
     shape: tuple[int, ...]
     dtype: torch.dtype
     memory_format: torch.memory_format
+    resident: int = 0
     #: (offset in ``arguments``, name of the tensor, the map but for its address).
     tensor_maps: tuple[tuple[int, str, TensorMap], ...] = ()
+
+    def blocks(self, multiprocessors: int) -> int:
+        """Blocks to launch on a device: all of ``grid``, or as many as run at once where each takes several tiles."""
+        return min(self.grid, self.resident * multiprocessors) if self.resident else self.grid
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ def build(call: Call, arch: str = EMULATED_ARCH) -> Program:
     launches = []
     chain = 0
     for kernel in chosen.kernels:
-        if kernel.family == "pack_weights":
+        if kernel.family in ("pack_weights", "pack_planes"):
             launches.append(_pack(kernel, extents, strides))
             continue
         final = kernel is chosen.kernels[-1]
@@ -314,17 +320,18 @@ def _input_strides(call: Call, bound: Mapping[str, E.Bound]) -> dict[str, tuple[
 
 def _pack(kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]) -> KernelLaunch:
     """The launch that lays the weights out for the kernel behind it."""
-    layout = pack_weights.layout(kernel)
+    module: Any = family(kernel)
+    layout: Layout = module.layout(kernel)
     return KernelLaunch(
         kernel=kernel,
-        grid=pack_weights.grid(kernel, extents) if extents.batch else 0,
-        block=pack_weights.threads(kernel),
+        grid=module.grid(kernel, extents) if extents.batch else 0,
+        block=module.threads(kernel),
         shared_bytes=0,
-        arguments=bytes(layout.pack(pack_weights.values(kernel, extents, strides))),
+        arguments=bytes(layout.pack(module.values(kernel, extents, strides))),
         pointers=((layout.offsets["weight"], "weight"), (layout.offsets["y"], "packed")),
         numbers=(),
         writes="packed",
-        shape=(pack_weights.words(kernel),),
+        shape=(module.words(kernel),),
         dtype=torch.float32,
         memory_format=torch.contiguous_format,
     )
@@ -369,6 +376,7 @@ def _launch(
         shape=shape,
         dtype=getattr(torch, kernel.target_dtype),
         memory_format=memory_format,
+        resident=module.resident_blocks(kernel) if hasattr(module, "resident_blocks") else 0,
         tensor_maps=tuple(
             (layout.offsets[member], reads.get(name, name), tensor_map) for member, (name, tensor_map) in maps.items()
         ),

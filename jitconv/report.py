@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from jitconv.families import HaloTile, KernelPlan, RowTile
+from jitconv.families import HaloTile, KernelPlan, RowTile, WgmmaTile
 from jitconv.problem import StepSpec
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ def baked(kernel: KernelPlan) -> list[tuple[str, str]]:
     if isinstance(tile, RowTile):
         lanes = f"{tile.threads} threads, {tile.lanes} on a row" if tile.lanes > 1 else f"{tile.threads} threads"
         return [("C", str(kernel.problem.out_channels)), *steps, *common, ("tile", lanes)]
-    if isinstance(tile, HaloTile):
+    if isinstance(tile, (HaloTile, WgmmaTile)):
         box = f"box of {_by(tile.box)} positions × {tile.channels} channels, {tile.threads} threads"
         math = {"TF32": "TF32", "TF32X3": "3 TF32 products", "HALF": "fp16", "BFLOAT16": "bf16"}[tile.math]
-        return [*_convolution(kernel), *steps, *common, ("tile", box), ("math", f"{math} on tensor cores")]
+        engine = "tensor cores, by warpgroups" if isinstance(tile, WgmmaTile) else "tensor cores"
+        return [*_convolution(kernel), *steps, *common, ("tile", box), ("math", f"{math} on {engine}")]
     tile_text = f"{tile.positions} positions × {tile.channels} channels, slices of {tile.depth}, {tile.px} per thread"
     return [*_convolution(kernel), *steps, *common, ("tile", tile_text), ("OC_TILE", str(tile.oc_tile))]
 

@@ -47,6 +47,7 @@ class Prepared:
     program: Program
     kernels: tuple[launch.LoadedKernel, ...]
     device: torch.device
+    multiprocessors: int
 
 
 def run(call: Call) -> Tensor:
@@ -69,7 +70,7 @@ def _launch_all(prepared: Prepared, call: Call) -> Tensor:
         )
         tensors[step.writes] = out
         if step.grid:
-            kernel.launch(step.grid, step.block, arguments(step, tensors, numbers), stream)
+            kernel.launch(step.blocks(prepared.multiprocessors), step.block, arguments(step, tensors, numbers), stream)
             count("launches")
     return tensors["y"]
 
@@ -94,9 +95,10 @@ def _prepare(call: Call, signature: tuple[Any, ...]) -> Prepared:
     # A chain that does not fit is the caller's mistake: it is named before the device is looked at.
     program.bind_chains(call)
     device = call.x.device
-    built = program.build(call, launch.device_info(device.index).arch)
+    info = launch.device_info(device.index)
+    built = program.build(call, info.arch)
     kernels = tuple(loaded_kernel(step.kernel, step.shared_bytes, device.index) for step in built.launches)
-    prepared = Prepared(built, kernels, device)
+    prepared = Prepared(built, kernels, device, info.sm_count)
     with _lock:
         _prepared[signature] = prepared
         while len(_prepared) > _PREPARED_LIMIT:

@@ -88,6 +88,87 @@ class HaloTile:
 
 
 @dataclass(frozen=True)
+class WgmmaTile:
+    """Tile of one block of the Hopper family (templates/device/halo_wgmma.cuh).
+
+    ``box`` of output positions (h, w) in one plane × ``channels`` output channels, computed by ``channel_groups`` ×
+    ``position_groups`` consumer warpgroups. One product takes 64 rows by N columns: output channels are the rows if
+    ``channel_rows``, else positions are; its positions are a ``strip`` (h, w). ``steps`` products along k make up a
+    chunk of channels; the weight ring holds ``stages`` of ``stage_taps`` taps, the halo ring ``units``.
+    ``promote_stages``: how many stages the tensor core accumulates before their sum is added in fp32 (0: all).
+    ``blocks`` share a multiprocessor; ``producers`` warpgroups fetch, with ``depth`` items of a thread on their way.
+    """
+
+    box: tuple[int, int]
+    channels: int
+    channel_rows: bool
+    strip: tuple[int, int]
+    channel_groups: int
+    position_groups: int
+    math: str
+    steps: int
+    stage_taps: int
+    stages: int
+    units: int
+    promote_stages: int = 0
+    blocks: int = 2
+    producers: int = 1
+    depth: int = 4
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.channel_groups * self.position_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.producers + self.consumers)
+
+    @property
+    def parts(self) -> int:
+        """Numbers that stand for one operand."""
+        return 2 if self.math == "TF32X3" else 1
+
+    @property
+    def step_channels(self) -> int:
+        """Input channels of one product."""
+        return 8 if self.math in ("TF32", "TF32X3") else 16
+
+    @property
+    def columns(self) -> int:
+        """N of a product."""
+        return self.strip[0] * self.strip[1] if self.channel_rows else self.channels // self.channel_groups
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 sums that a consumer's thread holds."""
+        positions = self.box[0] * self.box[1] // self.position_groups
+        return positions * (self.channels // self.channel_groups) // 128
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the packed weights sort every 32 channels so that a thread holds 8 adjacent ones."""
+        return not self.channel_rows and self.columns % 32 == 0
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer's and of a consumer's thread."""
+        # A multiprocessor gives out registers by warps and in eights: what a block starts with is shared anew.
+        start = 65536 // (self.threads * self.blocks) // 8 * 8
+        total = start * (self.producers + self.consumers)
+        sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
+        consumer = min(240, -(-(sums + (32 if self.promote_stages else 56)) // 8) * 8)
+        consumer = max(consumer, start)
+        producer = min(start, (total - consumer * self.consumers) // self.producers // 8 * 8)
+        return producer, min(240, (total - producer * self.producers) // self.consumers // 8 * 8)
+
+    def chunks(self, channels: int) -> int:
+        """Chunks along ``channels`` input channels."""
+        return -(-channels // (self.step_channels * self.steps))
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One kernel launch of a plan: steps ``[first, last)`` of the epilogue of ``problem``.
 
@@ -97,7 +178,7 @@ class KernelPlan:
 
     family: str
     problem: Problem
-    tile: Tile | RowTile | HaloTile
+    tile: Tile | RowTile | HaloTile | WgmmaTile
     first: int
     last: int
     source_dtype: str
@@ -157,6 +238,9 @@ class Family(Protocol):
     def threads(self, kernel: KernelPlan) -> int:
         """Threads of a block."""
 
+    # Families whose blocks take one tile after the other also say ``resident_blocks(kernel)``, how many of them a
+    # multiprocessor holds: their grid counts tiles, and no more blocks are launched than run at once.
+
     def shared_bytes(self, kernel: KernelPlan) -> int:
         """Dynamic shared memory of a block, in bytes."""
 
@@ -167,8 +251,10 @@ def family(kernel: KernelPlan) -> Family:
         conv,
         conv_mma,
         conv_transpose,
+        conv_wgmma,
         depthwise_separable,
         layer_norm,
+        pack_planes,
         pack_weights,
         pool,
     )
@@ -176,6 +262,8 @@ def family(kernel: KernelPlan) -> Family:
     modules: dict[str, Any] = {
         "conv": conv,
         "conv_mma": conv_mma,
+        "conv_wgmma": conv_wgmma,
+        "pack_planes": pack_planes,
         "pack_weights": pack_weights,
         "conv_transpose": conv_transpose,
         "depthwise_separable": depthwise_separable,

@@ -53,7 +53,12 @@ def chain_context(phase: str, steps: Iterable[tuple[int, StepSpec]]) -> list[dic
     context = []
     for index, step in steps:
         operands = [
-            {"name": operand, "kind": spec.kind, "load": _load(operand_name(phase, index, operand), spec.kind)}
+            {
+                "name": operand,
+                "kind": spec.kind,
+                "argument": operand_name(phase, index, operand),
+                "load": _load(operand_name(phase, index, operand), spec.kind),
+            }
             for operand, spec in step.operands
         ]
         context.append(
@@ -121,7 +126,7 @@ def problem_constants(kernel: KernelPlan) -> dict[str, Any]:
 def kernel_name(kernel: KernelPlan) -> str:
     """The symbol in the cubin, which a profiler shows: says what the kernel does, as far as it fits."""
     p = kernel.problem
-    if kernel.family == "pack_weights":
+    if kernel.family in ("pack_weights", "pack_planes"):
         parts = ["jitconv_pack_weights", f"c{p.in_channels}k{p.out_channels}", f"t{p.taps}", p.dtype, p.precision]
     elif kernel.family in ("layer_norm", "pool"):
         parts = ["jitconv", *(step.name for step in kernel.steps), kernel.target_dtype]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jitconv.families import KernelPlan, RowTile
+from jitconv.families import HaloTile, KernelPlan, RowTile, Tile, WgmmaTile
+from jitconv.planning.hopper import choose_wgmma_tile
 from jitconv.planning.tensor_cores import choose_halo_tile
 from jitconv.planning.tiles import MAX_POOLED_ROW, ROW_THREADS, choose_row_tile, choose_tile
 from jitconv.problem import Problem, StepSpec
@@ -30,24 +31,34 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
 
 
+#: The families of a convolution's own kernel by the type of its tile: the one that packs its weights, and itself.
+_FAMILIES = {WgmmaTile: ("pack_planes", "conv_wgmma"), HaloTile: ("pack_weights", "conv_mma"), Tile: (None, None)}
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, arch: str) -> Plan:
     """The plan for ``problem`` on ``arch``. Pure: the same arguments give the same plan in every process."""
+    tile = choose_wgmma_tile(problem, arch) or choose_halo_tile(problem, arch) or choose_tile(problem)
+    return plan_with_tile(problem, tile)
+
+
+def plan_with_tile(problem: Problem, tile: Tile | HaloTile | WgmmaTile) -> Plan:
+    """The plan for ``problem`` whose convolution has this tile."""
     cuts = _cuts(problem.epilogue)
     uses_value = _uses_value(problem.epilogue[cuts[0] :])
-    halo_tile = choose_halo_tile(problem, arch)
+    packing, computing = _FAMILIES[type(tile)]
     kernels = []
-    if halo_tile is not None:
-        kernels.append(KernelPlan("pack_weights", problem, halo_tile, 0, 0, problem.dtype, "float32"))
+    if packing is not None:
+        kernels.append(KernelPlan(packing, problem, tile, 0, 0, problem.dtype, "float32"))
     for i, last in enumerate(cuts):
         first = cuts[i - 1] if i else 0
         final = i == len(cuts) - 1
         steps = problem.epilogue[first:last]
         kernels.append(
             KernelPlan(
-                family=_row_family(steps) if i else problem.operator if halo_tile is None else "conv_mma",
+                family=_row_family(steps) if i else computing or problem.operator,
                 problem=problem,
-                tile=_row_tile(steps) if i else halo_tile or choose_tile(problem),
+                tile=_row_tile(steps) if i else tile,
                 first=first,
                 last=last,
                 source_dtype=problem.dtype if i == 0 else "float32",

@@ -39,7 +39,7 @@ def choose_halo_tile(problem: Problem, arch: str) -> HaloTile | None:
 def _candidates(problem: Problem) -> list[HaloTile]:
     """Tiles in order of preference."""
     outputs = problem.out_channels // problem.groups
-    math = _math(problem)
+    math = math_of(problem)
     split = math == "TF32X3"
     channel_tiles = min(2, -(-outputs // 16))
     channel_warps = min(2, -(-outputs // (16 * channel_tiles)))
@@ -65,7 +65,8 @@ def _candidates(problem: Problem) -> list[HaloTile]:
     return tiles
 
 
-def _math(problem: Problem) -> str:
+def math_of(problem: Problem) -> str:
+    """How the operands become products: a value of ``Math`` (templates/device/math.cuh)."""
     if problem.dtype == "float16":
         return "HALF"
     if problem.dtype == "bfloat16":

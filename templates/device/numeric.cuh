@@ -110,6 +110,12 @@ __device__ __forceinline__ T from_float(float value) {
     return FromFloat<T>::convert(value);
 }
 
+// A value as an operand of a TF32 product, which reads the upper 19 bits of the word: rounded as round_tf32 does, with
+// low bits that mean nothing.
+__device__ __forceinline__ uint32_t tf32_operand(float value) {
+    return isnan(value) ? 0x7fffffffu : __float_as_uint(value) + 0x1000u;
+}
+
 // COUNT elements that move as one access of at most 16 bytes. The address must be a multiple of the whole size.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {

@@ -53,6 +53,17 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
     return value;
 }
 
+__device__ __forceinline__ float opaque(float value) {
+    asm volatile("" : "+f"(value));
+    return value;
+}
+
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
