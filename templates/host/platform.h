@@ -20,6 +20,8 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
+// Empty, so that library headers that spell __attribute__((__noinline__)) still compile behind it.
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __constant__ static
