@@ -269,9 +269,10 @@ def _on_tensor_cores(call: Call) -> bool:
 
 
 def _vectors_of_channels(x: Tensor, groups: int) -> bool:
-    """Whether 16 bytes of channels lie at a multiple of 16 bytes at every position, and none straddles two groups."""
+    """Whether 16 bytes of channels lie at a multiple of 16 bytes at every position of their own, within one group."""
     steps = (x.stride(0), *x.stride()[2:], x.shape[1] // groups)
-    return _aligned(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+    expanded = any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
+    return _aligned(x) and not expanded and all(step * x.element_size() % 16 == 0 for step in steps)
 
 
 def _aligned(x: Tensor) -> bool:

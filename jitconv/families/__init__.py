@@ -96,7 +96,8 @@ class WgmmaTile:
     ``channel_rows``, else positions are; its positions are a ``strip`` (h, w). ``steps`` products along k make up a
     chunk of channels; the weight ring holds ``stages`` of ``stage_taps`` taps, the halo ring ``units``.
     ``promote_stages``: how many stages the tensor core accumulates before their sum is added in fp32 (0: all).
-    ``blocks`` share a multiprocessor; ``producers`` warpgroups fetch, with ``depth`` items of a thread on their way.
+    ``blocks`` share a multiprocessor; ``producers`` warpgroups fetch, with ``depth`` items of a thread on their way,
+    or one lane of them by ``tensor_copies``.
     """
 
     box: tuple[int, int]
@@ -114,6 +115,7 @@ class WgmmaTile:
     blocks: int = 2
     producers: int = 1
     depth: int = 4
+    tensor_copies: bool = False
 
     @property
     def consumers(self) -> int:
@@ -159,8 +161,10 @@ class WgmmaTile:
         total = start * (self.producers + self.consumers)
         sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
         consumer = min(240, -(-(sums + (32 if self.promote_stages else 56)) // 8) * 8)
+        if self.tensor_copies:
+            consumer = 240
         consumer = max(consumer, start)
-        producer = min(start, (total - consumer * self.consumers) // self.producers // 8 * 8)
+        producer = max(24, min(start, (total - consumer * self.consumers) // self.producers // 8 * 8))
         return producer, min(240, (total - producer * self.producers) // self.consumers // 8 * 8)
 
     def chunks(self, channels: int) -> int:

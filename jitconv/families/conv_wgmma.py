@@ -9,13 +9,14 @@ from typing import Any
 from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_planes
 from jitconv.layout import Field, Layout
 from jitconv.problem import Problem
+from jitconv.tensor_map import TensorMap
 
 TEMPLATE = "conv_wgmma.cu.j2"
 
 
-def cells(problem: Problem, tile: WgmmaTile) -> int:
-    """Positions of x in one unit of the halo ring (WgmmaTile::CELLS in templates/device/halo_wgmma.cuh)."""
-    extents = []
+def _axes(problem: Problem, tile: WgmmaTile) -> list[tuple[int, int, int]]:
+    """For h and w: distance of staged coordinates in x, their number, and by how many of them two outputs differ."""
+    axes = []
     for extent, k, stride, dilation in zip(
         tile.box,
         common.padded(problem.kernel_size, 1)[1:],
@@ -24,10 +25,56 @@ def cells(problem: Problem, tile: WgmmaTile) -> int:
         strict=True,
     ):
         step = stride if k == 1 else math.gcd(stride, dilation)
-        extents.append((extent - 1) * stride // step + (0 if k == 1 else (k - 1) * dilation // step) + 1)
-        spread = stride // step
-    rows, columns = extents
-    return rows * (-(-columns // spread) * spread)
+        staged = (extent - 1) * (stride // step) + (0 if k == 1 else (k - 1) * dilation // step) + 1
+        axes.append((step, staged, stride // step))
+    return axes
+
+
+def cells(problem: Problem, tile: WgmmaTile) -> int:
+    """Cells of one plane of the halo ring (WgmmaTile::CELLS in templates/device/halo_wgmma.cuh)."""
+    (_, rows, _), (_, columns, classes) = _axes(problem, tile)
+    return classes * (-(-rows * -(-columns // classes) // 8) * 8)
+
+
+def takes_tensor_copies(problem: Problem, tile: WgmmaTile) -> bool:
+    """Whether tensor copies can stage x: as it is, in whole 16 bytes of channels, with zeros around it."""
+    if problem.dtype == "float32" or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
+        return False
+    if problem.groups > 1 and problem.in_channels // problem.groups % (tile.step_channels * tile.steps):
+        return False  # a box would reach into the next group
+    box = _box(problem, tile)
+    return all(span <= 256 for span in box[0]) and all(step <= 8 for step in box[1])
+
+
+def _box(problem: Problem, tile: WgmmaTile) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Span of a tensor copy in x and its element strides, channels first."""
+    (row_step, rows, _), (column_step, columns, classes) = _axes(problem, tile)
+    width, step = -(-columns // classes), column_step * classes
+    return (8, (width - 1) * step + 1, (rows - 1) * row_step + 1, 1, 1), (1, step, row_step, 1, 1)
+
+
+def tensor_maps(
+    kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, TensorMap]]:
+    p, tile = kernel.problem, kernel.tile
+    assert isinstance(tile, WgmmaTile)
+    if not tile.tensor_copies:
+        return {}
+    box, steps = _box(p, tile)
+    n, _, d, h, w = strides["x"]
+    return {
+        "x_boxes": (
+            "x",
+            TensorMap(
+                dtype=p.dtype,
+                extents=(p.in_channels, extents.x[2], extents.x[1], extents.x[0], extents.batch),
+                # An axis of one element has no stride; the map wants one all the same.
+                strides=tuple((stride or 8) * 2 for stride in (w, h, d, n)),
+                box=box,
+                element_strides=steps,
+            ),
+        )
+    }
 
 
 def constants(kernel: KernelPlan) -> dict[str, Any]:
@@ -63,6 +110,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "promote_stages": tile.promote_stages,
             "producers": tile.producers,
             "depth": tile.depth,
+            "tensor_copies": tile.tensor_copies,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
@@ -87,7 +135,9 @@ def writes_channels_last(kernel: KernelPlan) -> bool:
 def layout(kernel: KernelPlan) -> Layout:
     p = kernel.problem
     source, target = f"const {common.ELEMENT[kernel.source_dtype]}", common.ELEMENT[kernel.target_dtype]
+    assert isinstance(kernel.tile, WgmmaTile)
     fields = [
+        *([Field("x_boxes", "tensor_map")] if kernel.tile.tensor_copies else []),
         Field("x", "pointer", source),
         Field("weight", "pointer", source),
         Field("packed", "pointer", "const uint32_t"),

@@ -20,6 +20,9 @@ _COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 #: epilogue. Sums that are promoted need a second set for one product.
 _SUMS = {2: 128, 1: 160}
 
+#: The same where tensor copies leave the producers' registers to the consumers.
+_SUMS_WITH_COPIES = {2: 128, 1: 192}
+
 _MOST_STAGES, _MOST_UNITS = 8, 6
 
 #: Fewer input channels in a group would leave most of a product's k empty, fewer output channels most of its columns.
@@ -40,7 +43,7 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
     if problem.in_channels // problem.groups < _FEWEST_CHANNELS or outputs < _FEWEST_OUTPUTS:
         return
     for shape in sorted(_shapes(problem, math), key=lambda tile: _cost(problem, tile)):
-        fitted = _fit(problem, shape, arch)
+        fitted = _fit(problem, replace(shape, tensor_copies=conv_wgmma.takes_tensor_copies(problem, shape)), arch)
         if fitted is not None:
             yield fitted
 
@@ -131,7 +134,8 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
 def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     """``tile`` with the deepest rings that fit, or None."""
     sums = tile.accumulators + (tile.columns // 2 if tile.promote_stages else 0)
-    if sums > _SUMS[tile.blocks] + (64 if tile.promote_stages and tile.blocks > 1 else 0):
+    most = (_SUMS_WITH_COPIES if tile.tensor_copies else _SUMS)[tile.blocks]
+    if sums > most + (64 if tile.promote_stages and tile.blocks > 1 else 0):
         return None
     limits = limits_of(arch)
     budget = min(limits.shared_block, limits.shared_sm // tile.blocks - limits.shared_reserved) - 512

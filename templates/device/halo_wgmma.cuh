@@ -1,17 +1,18 @@
 // Convolution on Hopper's tensor cores without im2col: warps of one kind fetch, warps of another multiply.
 //
 //     producer warps     x -> halo ring: the input box that the outputs of a block need, one chunk of channels and
-//                        one plane d of the filter at a time (a unit), rounded or split once, as it is stored
+//                        one plane d of the filter at a time (a unit), rounded or split once, as it is stored; or one
+//                        lane lets tensor copies (TMA) do it, where x needs no conversion
 //     one loader warp    packed weights -> weight ring, a few taps at a time (a stage)
 //     consumers          warpgroups that multiply: every tap of the filter reads the same unit from another start
 //
 //     unit   [part][plane][cell][16 bytes]     two planes are the k of a product; STEPS such pairs are a chunk
 //     stage  [tap][part][plane][channel][16 bytes]
 //
-// A cell is a position of the halo. Rows (and columns) that no tap reads are not staged; the columns of a row are
-// sorted by their remainder modulo the stride, so that outputs side by side read cells side by side:
+// A cell is a position of the halo. Rows (and columns) that no tap reads are not staged; columns are sorted into classes
+// by their remainder modulo the stride, so that outputs side by side read cells side by side:
 //
-//     stride 2, columns 0 1 2 3 4 5 6   ->   cells 0 2 4 6 | 1 3 5 .
+//     stride 2, columns 0 1 2 3 4 5 6   ->   class 0, all rows: 0 2 4 6    class 1, all rows: 1 3 5 .
 //
 // A product takes 64 rows and N columns: channels are rows and positions columns, or the other way round. Its
 // positions are a strip of 8-cell groups at a constant distance: side by side in one row, or one below the other.
@@ -41,7 +42,7 @@ __device__ constexpr HaloAxis halo_axis(int kernel, int stride, int dilation) {
 template <
     int H_, int W_, int CHANNELS_, bool CHANNEL_ROWS_, int STRIP_H_, int STRIP_W_, int CHANNEL_GROUPS_, int POSITION_GROUPS_,
     int KERNEL_H_, int KERNEL_W_, int STRIDE_H_, int STRIDE_W_, int DILATION_H_, int DILATION_W_, int STEPS_,
-    int STAGE_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_, Math MATH_>
+    int STAGE_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_, bool TENSOR_COPIES_, Math MATH_>
 struct WgmmaTile {
     static constexpr int H = H_, W = W_;  // box of outputs
     static constexpr int CHANNELS = CHANNELS_;
@@ -63,11 +64,13 @@ struct WgmmaTile {
     static constexpr HaloAxis AXIS_W = halo_axis(KERNEL_W, STRIDE_W_, DILATION_W_);
     static constexpr int ROWS = (H - 1) * AXIS_H.stride + (KERNEL_H - 1) * AXIS_H.shift + 1;
     static constexpr int COLUMNS = (W - 1) * AXIS_W.stride + (KERNEL_W - 1) * AXIS_W.shift + 1;
-    static constexpr int CLASS = (COLUMNS + AXIS_W.stride - 1) / AXIS_W.stride;  // cells of one remainder
-    static constexpr int PITCH = CLASS * AXIS_W.stride;
-    static constexpr int CELLS = ROWS * PITCH;
+    static constexpr int CLASSES = AXIS_W.stride;
+    static constexpr int PITCH = (COLUMNS + CLASSES - 1) / CLASSES;  // cells of a class in one row
+    static constexpr int CLASS = (ROWS * PITCH + 7) / 8 * 8;  // cells of a class: tensor copies fill whole 128 bytes
+    static constexpr int CELLS = CLASSES * CLASS;
 
     // Warps: producers and the loader in the first warpgroups, consumers behind them.
+    static constexpr bool TENSOR_COPIES = TENSOR_COPIES_;
     static constexpr int PRODUCER_GROUPS = PRODUCERS_;
     static constexpr int PRODUCER_WARPS = 4 * PRODUCERS_ - 1;
     static constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
@@ -108,10 +111,11 @@ struct WgmmaTile {
     }
     static __device__ constexpr int tap_cell(int tap) {
         const int column = tap % KERNEL_W * AXIS_W.shift;
-        return tap / KERNEL_W * AXIS_H.shift * PITCH + column % AXIS_W.stride * CLASS + column / AXIS_W.stride;
+        return column % CLASSES * CLASS + tap / KERNEL_W * AXIS_H.shift * PITCH + column / CLASSES;
     }
-    // Column of x, in steps from the first one, that a cell of a row holds; it may lie beyond the last column.
-    static __device__ constexpr int column_of(int cell) { return cell % CLASS * AXIS_W.stride + cell / CLASS; }
+    // Row and column of x, in steps from the first ones, that a cell holds; they may lie beyond the last.
+    static __device__ constexpr int row_of(int cell) { return cell % CLASS / PITCH; }
+    static __device__ constexpr int column_of(int cell) { return cell % CLASS % PITCH * CLASSES + cell / CLASS; }
 };
 
 template <class Tile>
@@ -140,7 +144,7 @@ template <class Tile>
 __device__ __forceinline__ void initialise_barriers(WgmmaStorage<Tile>& storage) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::UNITS; ++i) {
-            mbarrier_init(&storage.unit_full[i], Tile::PRODUCER_WARPS);
+            mbarrier_init(&storage.unit_full[i], Tile::TENSOR_COPIES ? 1 : Tile::PRODUCER_WARPS);
             mbarrier_init(&storage.unit_empty[i], Tile::CONSUMER_WARPS);
         }
         for (int i = 0; i < Tile::STAGES; ++i) {
