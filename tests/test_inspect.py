@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -116,6 +117,12 @@ def test_several_kernels_are_told_apart_in_joined_text(address: str) -> None:
     for i, kernel in enumerate(found.kernels):
         assert f"// kernel {i}: {kernel.name}\n{kernel.source}" in found.source
     assert found.selected(1).source == found.kernels[1].source
+
+
+def test_the_example_in_the_docstring_does_not_run() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(jitconv.inspect, "inspect", globs={})
+    assert example.examples
+    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example).failed == 0
 
 
 # ---- which path serves the call -------------------------------------------------------------------
