@@ -161,7 +161,7 @@ def test_the_tables_of_a_large_transposed_filter_exceed_constant_memory(rank: in
 def every_kernel() -> list[KernelPlan]:
     problems = [CONV, HEADLINE["w2"], SEPARABLE, replace(CONV, epilogue=ROWS["pool"])]
     kernels = [kernel for p in problems for kernel in plan(p, "sm_75").kernels]
-    kernels += plan(CONV, "sm_90a").kernels
+    kernels += [kernel for arch in ("sm_80", "sm_90a") for kernel in plan(CONV, arch).kernels]
     return list({kernel.family: kernel for kernel in kernels}.values())
 
 
