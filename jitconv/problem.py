@@ -143,8 +143,9 @@ class Problem:
     depthwise-separable pair, depthwise ``[mid_channels, 1, *kernel_size]`` with ``groups == in_channels``
     and pointwise ``[out_channels, mid_channels, 1…]``. ``padding`` holds (before, after) per dimension.
     ``memory_format`` is the layout of the output; ``x_memory_format`` says which axis of x is dense in memory and
-    decides only the order in which x is read (its strides are run-time values); ``x_vector``: every 16 bytes of a
-    position's channels can be read at once. ``index_bits`` is the width of element offsets.
+    decides only the order in which x is read (its strides are run-time values); ``x_vector``: x is made
+    of aligned 16-byte vectors, of a position's channels (channels_last) or of a row (channels_first).
+    ``index_bits`` is the width of element offsets.
     The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """
 

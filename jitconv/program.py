@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jitconv import epilogue as E
-from jitconv.architectures import normalize_arch
+from jitconv.architectures import arch_number, normalize_arch, splits_fp32
 from jitconv.families import Extents, KernelPlan, common, family
 from jitconv.layout import Layout
 from jitconv.planning import Plan, plan
@@ -30,6 +30,8 @@ _WEIGHTS = {
     "conv_transpose": (("weight", "bias"),),
     "depthwise_separable": (("depthwise_weight", "depthwise_bias"), ("weight", "bias")),
 }
+
+_MULTIPLIED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
@@ -170,7 +172,7 @@ def output_format(x: Tensor, weights: Sequence[Tensor]) -> torch.memory_format:
 def build(call: Call, arch: str = EMULATED_ARCH) -> Program:
     """Check the chains of ``call`` against the shapes they meet, plan it for ``arch`` and lay out its launches."""
     bound = bind_chains(call)
-    problem = _problem(call, bound)
+    problem = _problem(call, bound, normalize_arch(arch))
     chosen = plan(problem, normalize_arch(arch))
     shapes = [*bound["epilogue"].shapes, bound["epilogue"].shape]
     extents = Extents(
@@ -224,7 +226,7 @@ def bind_chains(call: Call) -> dict[str, E.Bound]:
     }
 
 
-def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
+def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
     g, x = call.geometry, call.x
     separable = call.operator == "depthwise_separable"
     channels_last = x.stride(1) == 1 and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
@@ -244,9 +246,10 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
         dtype=str(x.dtype).removeprefix("torch."),
         memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
         x_memory_format="channels_last" if channels_last else "channels_first",
-        x_vector=channels_last and _on_tensor_cores(call) and _vectors_of_channels(x, g.groups),
+        x_vector=_on_tensor_cores(call, arch)
+        and (_vectors_of_channels(x, g.groups) if channels_last else _vectors_of_rows(x)),
         # Where precision changes nothing it is no part of the identity: one kernel serves every setting.
-        precision=call.precision if _on_tensor_cores(call) and x.dtype == torch.float32 else "ieee",
+        precision=call.precision if call.operator == "conv" and x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
             *(_last_offset(t) for t in call.tensors().values()),
             # Coordinates too, padding included: an expanded x may be longer than its memory.
@@ -263,16 +266,29 @@ def _problem(call: Call, bound: Mapping[str, E.Bound]) -> Problem:
     )
 
 
-def _on_tensor_cores(call: Call) -> bool:
-    """Whether tensor cores may serve the call: only their kernels read whole vectors of channels."""
-    return call.operator == "conv" and (call.x.dtype != torch.float32 or call.precision != "ieee")
+def _on_tensor_cores(call: Call, arch: str) -> bool:
+    """Whether tensor cores may serve the call: only their kernels read x by whole vectors."""
+    if call.operator != "conv" or arch_number(arch) < 80 or call.x.dtype not in _MULTIPLIED:
+        return False
+    return call.x.dtype != torch.float32 or call.precision != "ieee" or splits_fp32(arch)
 
 
 def _vectors_of_channels(x: Tensor, groups: int) -> bool:
     """Whether 16 bytes of channels lie at a multiple of 16 bytes at every position of their own, within one group."""
     steps = (x.stride(0), *x.stride()[2:], x.shape[1] // groups)
-    expanded = any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
-    return _aligned(x) and not expanded and all(step * x.element_size() % 16 == 0 for step in steps)
+    return _aligned(x) and not _expanded(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+
+
+def _vectors_of_rows(x: Tensor) -> bool:
+    """Whether every row is dense along w and starts at a multiple of 16 bytes of its own."""
+    *steps, last = x.stride()
+    dense = last == 1 or x.shape[-1] == 1
+    return _aligned(x) and dense and not _expanded(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+
+
+def _expanded(x: Tensor) -> bool:
+    """Whether entries of some axis share their memory."""
+    return any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _aligned(x: Tensor) -> bool:

@@ -96,8 +96,9 @@ class WgmmaTile:
     ``channel_rows``, else positions are; its positions are a ``strip`` (h, w). ``steps`` products along k make up a
     chunk of channels; the weight ring holds ``stages`` of ``stage_taps`` taps, the halo ring ``units``.
     ``promote_stages``: how many stages the tensor core accumulates before their sum is added in fp32 (0: all).
-    ``blocks`` share a multiprocessor; ``producers`` warpgroups fetch, with ``depth`` items of a thread on their way,
-    or one lane of them by ``tensor_copies``.
+    ``blocks`` share a multiprocessor. ``producers`` warpgroups fetch x: with ``depth`` items of a thread on their way,
+    or by tensor copies (``copies``), "direct" into the halo ring, or "raw" into a ring of ``raws`` buffers from which
+    they convert.
     """
 
     box: tuple[int, int]
@@ -115,7 +116,8 @@ class WgmmaTile:
     blocks: int = 2
     producers: int = 1
     depth: int = 4
-    tensor_copies: bool = False
+    copies: str = ""
+    raws: int = 0
 
     @property
     def consumers(self) -> int:
@@ -156,16 +158,17 @@ class WgmmaTile:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread."""
-        # A multiprocessor gives out registers by warps and in eights: what a block starts with is shared anew.
+        # What a block starts with, a multiple of 8 for every thread, is shared anew between its warpgroups.
         start = 65536 // (self.threads * self.blocks) // 8 * 8
         total = start * (self.producers + self.consumers)
         sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
-        consumer = min(240, -(-(sums + (32 if self.promote_stages else 56)) // 8) * 8)
-        if self.tensor_copies:
-            consumer = 240
-        consumer = max(consumer, start)
-        producer = max(24, min(start, (total - consumer * self.consumers) // self.producers // 8 * 8))
-        return producer, min(240, (total - producer * self.producers) // self.consumers // 8 * 8)
+        least = {"direct": 24, "raw": 40, "": 56}[self.copies]
+        consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
+        if not self.copies:
+            # What the consumers can do without, loads on their way can use.
+            consumer = min(consumer, max(start, -(-(sums + (32 if self.promote_stages else 56)) // 8) * 8))
+        producer = min(start, (total - consumer * self.consumers) // self.producers // 8 * 8)
+        return producer, consumer
 
     def chunks(self, channels: int) -> int:
         """Chunks along ``channels`` input channels."""

@@ -43,7 +43,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "padding_mode": p.padding_mode.upper(),
         "x_along_k": p.x_memory_format == "channels_last",
         "y_channels_last": _writes_channels_last(kernel),
-        "x_vector": p.x_vector,
+        "x_vector": p.x_vector and p.x_memory_format == "channels_last",
         "math": tile.math,
         "promote_rows": tile.promote_rows,
         "tile": {

@@ -36,21 +36,39 @@ def cells(problem: Problem, tile: WgmmaTile) -> int:
     return classes * (-(-rows * -(-columns // classes) // 8) * 8)
 
 
-def takes_tensor_copies(problem: Problem, tile: WgmmaTile) -> bool:
-    """Whether tensor copies can stage x: as it is, in whole 16 bytes of channels, with zeros around it."""
-    if problem.dtype == "float32" or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
-        return False
+def copies(problem: Problem, tile: WgmmaTile) -> str:
+    """How tensor copies can fetch x: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
+    if not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
+        return ""
     if problem.groups > 1 and problem.in_channels // problem.groups % (tile.step_channels * tile.steps):
-        return False  # a box would reach into the next group
-    box = _box(problem, tile)
-    return all(span <= 256 for span in box[0]) and all(step <= 8 for step in box[1])
+        return ""  # a box would reach into the next group
+    spans, steps = _box(problem, tile)
+    if any(span > 256 for span in spans) or any(step > 8 for step in steps):
+        return ""
+    return "direct" if problem.x_memory_format == "channels_last" and problem.dtype != "float32" else "raw"
 
 
 def _box(problem: Problem, tile: WgmmaTile) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Span of a tensor copy in x and its element strides, channels first."""
+    """Span of a tensor copy in x and its element strides, innermost axis first."""
     (row_step, rows, _), (column_step, columns, classes) = _axes(problem, tile)
-    width, step = -(-columns // classes), column_step * classes
-    return (8, (width - 1) * step + 1, (rows - 1) * row_step + 1, 1, 1), (1, step, row_step, 1, 1)
+    height = (rows - 1) * row_step + 1
+    if problem.x_memory_format == "channels_last":
+        width, step = -(-columns // classes), column_step * classes
+        return (_vector(problem), (width - 1) * step + 1, height, 1, 1), (1, step, row_step, 1, 1)
+    return (_piece(problem, tile)[1], height, 1, tile.step_channels * tile.steps, 1), (1, row_step, 1, 1, 1)
+
+
+def _vector(problem: Problem) -> int:
+    """Elements of x in 16 bytes."""
+    return 4 if problem.dtype == "float32" else 8
+
+
+def _piece(problem: Problem, tile: WgmmaTile) -> tuple[int, int]:
+    """In how many pieces a row of a raw box is copied, and elements in each."""
+    (_, _, _), (step, columns, _) = _axes(problem, tile)
+    span, vector = (columns - 1) * step + 1, _vector(problem)
+    pieces = -(-span // 256)
+    return pieces, -(-span // (pieces * vector)) * vector
 
 
 def tensor_maps(
@@ -58,23 +76,17 @@ def tensor_maps(
 ) -> dict[str, tuple[str, TensorMap]]:
     p, tile = kernel.problem, kernel.tile
     assert isinstance(tile, WgmmaTile)
-    if not tile.tensor_copies:
+    if not tile.copies:
         return {}
-    box, steps = _box(p, tile)
-    n, _, d, h, w = strides["x"]
-    return {
-        "x_boxes": (
-            "x",
-            TensorMap(
-                dtype=p.dtype,
-                extents=(p.in_channels, extents.x[2], extents.x[1], extents.x[0], extents.batch),
-                # An axis of one element has no stride; the map wants one all the same.
-                strides=tuple((stride or 8) * 2 for stride in (w, h, d, n)),
-                box=box,
-                element_strides=steps,
-            ),
-        )
-    }
+    spans, steps = _box(p, tile)
+    (x_d, x_h, x_w), (n, c, d, h, w) = extents.x, strides["x"]
+    if p.x_memory_format == "channels_last":
+        axes, outer = (p.in_channels, x_w, x_h, x_d, extents.batch), (w, h, d, n)
+    else:
+        axes, outer = (x_w, x_h, x_d, p.in_channels, extents.batch), (h, d, c, n)
+    # An axis of one element has no stride; the map wants one all the same.
+    apart = tuple((stride or _vector(p)) * 16 // _vector(p) for stride in outer)
+    return {"x_boxes": ("x", TensorMap(p.dtype, axes, apart, spans, steps))}
 
 
 def constants(kernel: KernelPlan) -> dict[str, Any]:
@@ -110,7 +122,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "promote_stages": tile.promote_stages,
             "producers": tile.producers,
             "depth": tile.depth,
-            "tensor_copies": tile.tensor_copies,
+            "copies": tile.copies,
+            "raws": tile.raws,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
@@ -137,7 +150,7 @@ def layout(kernel: KernelPlan) -> Layout:
     source, target = f"const {common.ELEMENT[kernel.source_dtype]}", common.ELEMENT[kernel.target_dtype]
     assert isinstance(kernel.tile, WgmmaTile)
     fields = [
-        *([Field("x_boxes", "tensor_map")] if kernel.tile.tensor_copies else []),
+        *([Field("x_boxes", "tensor_map")] if kernel.tile.copies else []),
         Field("x", "pointer", source),
         Field("weight", "pointer", source),
         Field("packed", "pointer", "const uint32_t"),
@@ -208,12 +221,24 @@ def stage_bytes(tile: WgmmaTile) -> int:
     return tile.stage_taps * tile.parts * 2 * tile.steps * tile.channels * 16
 
 
+def raw_bytes(problem: Problem, tile: WgmmaTile) -> int:
+    """Size of one raw box."""
+    if problem.x_memory_format == "channels_last":
+        return 2 * tile.steps * cells(problem, tile) * 16
+    (_, rows, _), _ = _axes(problem, tile)
+    pieces, piece = _piece(problem, tile)
+    elements = tile.step_channels * tile.steps * rows * piece
+    return pieces * (-(-elements * 16 // _vector(problem) // 128) * 128)
+
+
 def shared_bytes(kernel: KernelPlan) -> int:
-    """Size of Storage: both rings, their barriers and a word for each unit."""
-    tile = kernel.tile
+    """Size of Storage: the rings, their barriers and a word for each unit."""
+    p, tile = kernel.problem, kernel.tile
     assert isinstance(tile, WgmmaTile)
-    rings = tile.units * unit_bytes(kernel.problem, tile) + tile.stages * stage_bytes(tile)
-    rings = -(-(rings + 16 * (tile.units + tile.stages)) // 128) * 128
+    rings = -(-(tile.units * unit_bytes(p, tile) + tile.stages * stage_bytes(tile)) // 128) * 128
+    raws = tile.raws if tile.copies == "raw" else 1
+    rings += raws * raw_bytes(p, tile) if tile.copies == "raw" else 128
+    rings = -(-(rings + 8 * raws + 16 * (tile.units + tile.stages)) // 128) * 128
     return -(-(rings + 4 * tile.units) // 128) * 128
 
 

@@ -16,12 +16,9 @@ from jitconv.problem import Problem
 #: Columns that a product may have (templates/device/wgmma.cuh).
 _COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
-#: fp32 sums that a consumer's thread may hold, by blocks on a multiprocessor; what is left is for addresses and the
-#: epilogue. Sums that are promoted need a second set for one product.
-_SUMS = {2: 128, 1: 160}
-
-#: The same where tensor copies leave the producers' registers to the consumers.
-_SUMS_WITH_COPIES = {2: 128, 1: 192}
+#: fp32 sums that a consumer's thread may hold, by blocks on a multiprocessor and by who fetches x; what is left is for
+#: addresses and the epilogue. Sums that are promoted need a second set for one product.
+_SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "direct"): 144, (1, "direct"): 192}
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
 
@@ -42,8 +39,9 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
     outputs = problem.out_channels // problem.groups
     if problem.in_channels // problem.groups < _FEWEST_CHANNELS or outputs < _FEWEST_OUTPUTS:
         return
-    for shape in sorted(_shapes(problem, math), key=lambda tile: _cost(problem, tile)):
-        fitted = _fit(problem, replace(shape, tensor_copies=conv_wgmma.takes_tensor_copies(problem, shape)), arch)
+    shapes = [replace(tile, copies=conv_wgmma.copies(problem, tile)) for tile in _shapes(problem, math)]
+    for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
+        fitted = _fit(problem, shape, arch)
         if fitted is not None:
             yield fitted
 
@@ -110,36 +108,47 @@ def _box(strip: int, strips: int, groups: int, flat: bool) -> tuple[tuple[int, i
 
 
 def _cost(problem: Problem, tile: WgmmaTile) -> float:
-    """Estimated cycles per useful output and product along k: the tensor cores', or those of what feeds them."""
-    outputs = problem.out_channels // problem.groups
-    n = tile.columns
-    # A product reads 64 rows and n columns of 32 bytes from shared memory at 128 bytes a cycle.
-    product = max(n / 2, 16 + n / 4)
+    """Estimated cycles of a multiprocessor per useful output: of the tensor cores, or of what feeds them.
+
+    The rates are those of an H200, rounded; they only rank tiles of one problem.
+    """
+    group_channels, outputs = problem.in_channels // problem.groups, problem.out_channels // problem.groups
+    planes = problem.kernel_size[0] if problem.rank == 3 else 1
+    taps = problem.taps // planes
+    n, cells = tile.columns, conv_wgmma.cells(problem, tile)
+    steps = tile.chunks(group_channels) * planes * tile.steps  # products along k, for each tap of a plane
     positions = tile.box[0] * tile.box[1]
-    products = positions * tile.channels / (64 * n)
-    channel_blocks = -(-outputs // tile.channels)
-    useful = positions * outputs / channel_blocks
-    multiply = products * product / useful
-    # Staging: 32 bytes of a cell, loaded, converted and stored by about 50 instructions of a lane, once for all taps of
-    # a plane; weights come from L2 at about 40 bytes a cycle.
-    taps = problem.kernel_size[-1] * (problem.kernel_size[-2] if problem.rank > 1 else 1)
-    cells = conv_wgmma.cells(problem, tile)
-    staging = cells * 50 * tile.parts / 32 / 2.5 / taps / useful
-    weights = tile.channels * 32 * tile.parts / 40 / useful
-    work = max(multiply * (1.5 if tile.parts == 2 else 1.0), staging, weights) + 0.15 * (multiply + staging + weights)
-    # Two blocks cover each other's waits.
-    return work + (0.0 if tile.blocks > 1 else 0.05 * multiply)
+    # A product reads 64 rows and n columns of 32 bytes from shared memory at 128 bytes a cycle.
+    products = taps * positions * tile.channels // (64 * n) * (3 if tile.parts == 2 else 1)
+    multiply = steps * products * max(n / 2, 16 + n / 4)
+    # L2 gives a multiprocessor about 40 bytes a cycle.
+    fetch = steps * 32 * (cells + taps * tile.channels * tile.parts) / 40
+    # A cell's 32 bytes are converted (and loaded) by so many instructions of a lane. A producer warp alone on its
+    # scheduler issues one in four cycles.
+    instructions = {"direct": 0.0, "raw": 36.0, "": 40.0 if problem.x_vector else 64.0}[tile.copies]
+    if not tile.copies and cells > 4 * 96:
+        instructions *= 2.5  # where each cell lies is worked out every time
+    stage = steps * cells * instructions * (1.4 if tile.parts == 2 else 1) / 32 / (0.75 * tile.blocks)
+    # channels_last outputs are stored one by one unless positions are rows.
+    singly = tile.channel_rows and problem.memory_format == "channels_last"
+    finish = positions * tile.channels * (45 if singly else 15) / 64
+    work = max(multiply, fetch, stage) + 0.2 * (multiply + fetch + stage)
+    # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
+    work += (0.3 if tile.blocks > 1 else 0.5) * finish
+    return work / (positions * outputs / -(-outputs // tile.channels))
 
 
 def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     """``tile`` with the deepest rings that fit, or None."""
     sums = tile.accumulators + (tile.columns // 2 if tile.promote_stages else 0)
-    most = (_SUMS_WITH_COPIES if tile.tensor_copies else _SUMS)[tile.blocks]
-    if sums > most + (64 if tile.promote_stages and tile.blocks > 1 else 0):
+    if sums > _SUMS[tile.blocks, tile.copies] + (48 if tile.promote_stages and tile.blocks > 1 else 0):
         return None
     limits = limits_of(arch)
     budget = min(limits.shared_block, limits.shared_sm // tile.blocks - limits.shared_reserved) - 512
     unit, stage = conv_wgmma.unit_bytes(problem, tile), conv_wgmma.stage_bytes(tile)
+    if tile.copies == "raw":
+        tile = replace(tile, raws=2)
+        budget -= 2 * conv_wgmma.raw_bytes(problem, tile)
     if unit >= 2**18 or 2 * unit + 2 * stage > budget:
         return None
     units, stages = 2, 2

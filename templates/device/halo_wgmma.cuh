@@ -1,8 +1,9 @@
 // Convolution on Hopper's tensor cores without im2col: warps of one kind fetch, warps of another multiply.
 //
 //     producer warps     x -> halo ring: the input box that the outputs of a block need, one chunk of channels and
-//                        one plane d of the filter at a time (a unit), rounded or split once, as it is stored; or one
-//                        lane lets tensor copies (TMA) do it, where x needs no conversion
+//                        one plane d of the filter at a time (a unit), rounded or split once, as it is stored. Where
+//                        x is made of aligned vectors, tensor copies (TMA) fetch it: straight into the halo ring if it
+//                        needs no conversion, else into a ring of raw boxes that the producers convert
 //     one loader warp    packed weights -> weight ring, a few taps at a time (a stage)
 //     consumers          warpgroups that multiply: every tap of the filter reads the same unit from another start
 //
@@ -39,10 +40,14 @@ __device__ constexpr HaloAxis halo_axis(int kernel, int stride, int dilation) {
     return {step, stride / step, kernel == 1 ? 0 : dilation / step};
 }
 
+// How tensor copies take part.
+enum class Copies { NONE, DIRECT, RAW };
+
 template <
     int H_, int W_, int CHANNELS_, bool CHANNEL_ROWS_, int STRIP_H_, int STRIP_W_, int CHANNEL_GROUPS_, int POSITION_GROUPS_,
     int KERNEL_H_, int KERNEL_W_, int STRIDE_H_, int STRIDE_W_, int DILATION_H_, int DILATION_W_, int STEPS_,
-    int STAGE_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_, bool TENSOR_COPIES_, Math MATH_>
+    int STAGE_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_, Copies COPIES_,
+    int RAWS_, bool X_CHANNELS_LAST_, Math MATH_>
 struct WgmmaTile {
     static constexpr int H = H_, W = W_;  // box of outputs
     static constexpr int CHANNELS = CHANNELS_;
@@ -70,7 +75,7 @@ struct WgmmaTile {
     static constexpr int CELLS = CLASSES * CLASS;
 
     // Warps: producers and the loader in the first warpgroups, consumers behind them.
-    static constexpr bool TENSOR_COPIES = TENSOR_COPIES_;
+    static constexpr Copies COPIES = COPIES_;
     static constexpr int PRODUCER_GROUPS = PRODUCERS_;
     static constexpr int PRODUCER_WARPS = 4 * PRODUCERS_ - 1;
     static constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
@@ -101,6 +106,14 @@ struct WgmmaTile {
     static constexpr uint32_t WEIGHT_PART_BYTES = PLANES * WEIGHT_PLANE_BYTES;
     static constexpr uint32_t TAP_BYTES = PARTS * WEIGHT_PART_BYTES;
     static constexpr uint32_t STAGE_BYTES = STAGE_TAPS * TAP_BYTES;
+    // A raw box of channels_last x is what the unit will be, one part of it; of channels_first x it is rows along w, in
+    // pieces that a copy can take: [piece][channel][row][element].
+    static constexpr int RAWS = RAWS_;
+    static constexpr int SPAN = (COLUMNS - 1) * AXIS_W.step + 1;
+    static constexpr int PIECES = X_CHANNELS_LAST_ ? 1 : (SPAN + 255) / 256;
+    static constexpr int PIECE = ((SPAN + PIECES - 1) / PIECES + UNIT - 1) / UNIT * UNIT;
+    static constexpr uint32_t PIECE_BYTES = (CHUNK * ROWS * PIECE * (16 / UNIT) + 127) / 128 * 128;
+    static constexpr uint32_t RAW_BYTES = X_CHANNELS_LAST_ ? PART_BYTES : PIECES * PIECE_BYTES;
     // From one group of 8 cells of a strip to the next.
     static constexpr uint32_t GROUP_BYTES = STRIP_W == 8 ? AXIS_H.stride * PITCH * 16 : 128;
 
@@ -122,6 +135,8 @@ template <class Tile>
 struct alignas(128) WgmmaStorage {
     unsigned char unit[Tile::UNITS][Tile::UNIT_BYTES];
     unsigned char stage[Tile::STAGES][Tile::STAGE_BYTES];
+    alignas(128) unsigned char raw[Tile::COPIES == Copies::RAW ? Tile::RAWS : 1][Tile::COPIES == Copies::RAW ? Tile::RAW_BYTES : 128];
+    uint64_t raw_full[Tile::COPIES == Copies::RAW ? Tile::RAWS : 1];
     uint64_t unit_full[Tile::UNITS], unit_empty[Tile::UNITS];
     uint64_t stage_full[Tile::STAGES], stage_empty[Tile::STAGES];
 };
@@ -144,8 +159,11 @@ template <class Tile>
 __device__ __forceinline__ void initialise_barriers(WgmmaStorage<Tile>& storage) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::UNITS; ++i) {
-            mbarrier_init(&storage.unit_full[i], Tile::TENSOR_COPIES ? 1 : Tile::PRODUCER_WARPS);
+            mbarrier_init(&storage.unit_full[i], Tile::COPIES == Copies::DIRECT ? 1 : Tile::PRODUCER_WARPS);
             mbarrier_init(&storage.unit_empty[i], Tile::CONSUMER_WARPS);
+        }
+        for (int i = 0; i < (Tile::COPIES == Copies::RAW ? Tile::RAWS : 0); ++i) {
+            mbarrier_init(&storage.raw_full[i], 1);
         }
         for (int i = 0; i < Tile::STAGES; ++i) {
             mbarrier_init(&storage.stage_full[i], 1);
