@@ -48,7 +48,8 @@ def boxes(x: torch.Tensor, spec: TensorMap, *corners: tuple[int, ...], **options
 def test_boxes_inside_and_across_every_border(dtype: torch.dtype) -> None:
     x = numbered(5, 7, 24, dtype=dtype)
     spec = tensor_map_of(x, (8, 3, 2))
-    boxes(x, spec, (0, 0, 0), (3, 2, 1), (-3, -1, -1), (20, 5, 4))
+    # Along the innermost axis the hardware starts at multiples of 16 bytes.
+    boxes(x, spec, (0, 0, 0), (8, 2, 1), (-8, -1, -1), (16, 5, 4))
     boxes(x, spec, (-8, 0, 0), (24, 0, 0), (0, 7, 0), (0, 0, -2), (0, -9, 99))
 
 
@@ -57,7 +58,7 @@ def test_boxes_inside_and_across_every_border(dtype: torch.dtype) -> None:
 def test_every_rank(rank: int) -> None:
     x = numbered(*(4, 3, 5, 6, 12)[-rank:])
     spec = tensor_map_of(x, (8, 4, 2, 2, 3)[:rank])
-    boxes(x, spec, (0,) * rank, (2,) + (1,) * (rank - 1), (-1,) * rank, (7, 3, 4, 2, 3)[:rank])
+    boxes(x, spec, (0,) * rank, (4,) + (1,) * (rank - 1), (-4,) + (-1,) * (rank - 1), (8, 3, 4, 2, 3)[:rank])
 
 
 @pytest.mark.compiler
@@ -66,7 +67,7 @@ def test_every_so_many_elements_of_an_axis() -> None:
     # Of a span of 5 every second element is 3 elements, of a span of 4 every third is 2.
     spec = tensor_map_of(x, (4, 5, 4), (1, 2, 3))
     assert spec.box_extents == (4, 3, 2)
-    boxes(x, spec, (0, 0, 0), (8, -1, 1), (10, 8, -1))
+    boxes(x, spec, (0, 0, 0), (8, -1, 1), (-4, 8, -1))
 
 
 @pytest.mark.compiler
@@ -79,7 +80,7 @@ def test_a_tensor_with_gaps_between_its_rows() -> None:
 @pytest.mark.compiler
 def test_tensor_copies_have_no_race() -> None:
     x = numbered(5, 12)
-    boxes(x, tensor_map_of(x, (4, 3)), (0, 0), (-1, 4), races=True)
+    boxes(x, tensor_map_of(x, (4, 3)), (0, 0), (-4, 4), races=True)
 
 
 # ---- Misuse ---------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ def test_misused_copies() -> None:
 def test_misplaced_copies() -> None:
     refused(SETUP + COPY.replace("(shared", "(shared + 4") + REST, "is not a multiple of 128", "written.cu:7")
     refused(SETUP + COPY.replace("(shared", "(shared + 64") + REST, "64 bytes at shared memory + 256 are out of bounds")
+    refused(SETUP + COPY.replace("corner[2] = {}", "corner[2] = {-1, 0}") + REST, "starts at element -1 of 4 bytes")
     # The map says six rows, the tensor has three.
     refused(SETUP + COPY + REST, "16 bytes at buffer 0 of 96 bytes, offset 96", x=numbered(6, 8)[:3])
     refused(SETUP + COPY + REST, "is not a multiple of 16", x=numbered(56)[1:49].view(6, 8))

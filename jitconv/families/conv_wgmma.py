@@ -66,7 +66,9 @@ def _vector(problem: Problem) -> int:
 def _piece(problem: Problem, tile: WgmmaTile) -> tuple[int, int]:
     """In how many pieces a row of a raw box is copied, and elements in each."""
     (_, _, _), (step, columns, _) = _axes(problem, tile)
-    span, vector = (columns - 1) * step + 1, _vector(problem)
+    vector = _vector(problem)
+    # A copy starts at a multiple of 16 bytes.
+    span = -problem.padding[-1][0] % vector + (columns - 1) * step + 1
     pieces = -(-span // 256)
     return pieces, -(-span // (pieces * vector)) * vector
 

@@ -45,7 +45,7 @@ enum class Copies { NONE, DIRECT, RAW };
 
 template <
     int H_, int W_, int CHANNELS_, bool CHANNEL_ROWS_, int STRIP_H_, int STRIP_W_, int CHANNEL_GROUPS_, int POSITION_GROUPS_,
-    int KERNEL_H_, int KERNEL_W_, int STRIDE_H_, int STRIDE_W_, int DILATION_H_, int DILATION_W_, int STEPS_,
+    int KERNEL_H_, int KERNEL_W_, int STRIDE_H_, int STRIDE_W_, int DILATION_H_, int DILATION_W_, int PADDING_W_, int STEPS_,
     int STAGE_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_, Copies COPIES_,
     int RAWS_, bool X_CHANNELS_LAST_, Math MATH_>
 struct WgmmaTile {
@@ -108,8 +108,10 @@ struct WgmmaTile {
     static constexpr uint32_t STAGE_BYTES = STAGE_TAPS * TAP_BYTES;
     // A raw box of channels_last x is what the unit will be, one part of it; of channels_first x it is rows along w, in
     // pieces that a copy can take: [piece][channel][row][element].
+    // A copy starts at a multiple of 16 bytes, so SHIFT elements may come before the first column.
     static constexpr int RAWS = RAWS_;
-    static constexpr int SPAN = (COLUMNS - 1) * AXIS_W.step + 1;
+    static constexpr int SHIFT = (UNIT - PADDING_W_ % UNIT) % UNIT;
+    static constexpr int SPAN = SHIFT + (COLUMNS - 1) * AXIS_W.step + 1;
     static constexpr int PIECES = X_CHANNELS_LAST_ ? 1 : (SPAN + 255) / 256;
     static constexpr int PIECE = ((SPAN + PIECES - 1) / PIECES + UNIT - 1) / UNIT * UNIT;
     static constexpr uint32_t PIECE_BYTES = (CHUNK * ROWS * PIECE * (16 / UNIT) + 127) / 128 * 128;

@@ -6,7 +6,8 @@
 //      ...                  first           + x x x                  0 x x x     every axis
 //
 // What tensor and which box is the map's, made on the host (jitconv/tensor_map.py) and handed over in the kernel's
-// argument, which must be __grid_constant__. Coordinates are signed, in elements, innermost first. The bytes of the
+// argument, which must be __grid_constant__. Coordinates are signed, in elements, innermost first;
+// the first of them is a multiple of 16 bytes, or the hardware raises an illegal instruction. The bytes of the
 // whole box, zeros included, count against the mbarrier as they land; shared memory is aligned to 128 bytes. An axis
 // with an element stride s takes every s-th element of its box.
 #pragma once

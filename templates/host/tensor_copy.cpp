@@ -77,6 +77,10 @@ void tensor_load(void* shared, const void* pointer, const int32_t* coordinates, 
     if (map.rank != rank) {
         fail(text("%s: a copy of %d axes with a tensor map of %d (%s)", what, rank, map.rank, place(here).c_str()));
     }
+    if (static_cast<int64_t>(coordinates[0]) * map.element_bytes % 16 != 0) {
+        fail(text("%s: a box that starts at element %d of %d bytes: the hardware reads from multiples of 16 bytes (%s)",
+                  what, static_cast<int>(coordinates[0]), static_cast<int>(map.element_bytes), place(here).c_str()));
+    }
     int64_t rows = 1;
     for (int axis = 1; axis < rank; ++axis) {
         rows *= extent_of_box(map, axis);
