@@ -163,78 +163,95 @@ def check(case: Case, kind: str, tile: WgmmaTile, *families: str, **options: Any
 P = "positions"
 C = "channels"
 
-#: What could go wrong, the orientations in which it is tried, and a convolution that would show it.
-CASES: dict[str, tuple[str, Hopper]] = {
+#: What could go wrong, the orientations in which it is tried, how x is fetched, and a convolution that would show it.
+CASES: dict[str, tuple[str, str, Hopper]] = {
     "3d, odd extents and channels": (
-        f"{C} {P}", Hopper("tf32", (1, 13, 4, 9, 19), 21, (3, 3, 3), parameters={"padding": 1})),
+        f"{C} {P}", "", Hopper("tf32", (1, 13, 4, 9, 19), 21, (3, 3, 3), parameters={"padding": 1})),
     "3d, another stride on every axis": (
-        f"{C} {P}", Hopper("tf32", (2, 9, 5, 21, 26), 19, (2, 3, 3), parameters={"stride": (2, 1, 3), "padding": 1})),
+        f"{C} {P}", "", Hopper("tf32", (2, 9, 5, 21, 26), 19, (2, 3, 3), parameters={"stride": (2, 1, 3), "padding": 1})),
     "stride beyond the filter": (
-        f"{C} {P}", Hopper("tf32", (1, 10, 23, 41), 18, (2, 1), parameters={"stride": (3, 4)})),
+        f"{C} {P}", "", Hopper("tf32", (1, 10, 23, 41), 18, (2, 1), parameters={"stride": (3, 4)})),
     "dilation and stride with a common factor": (
-        f"{C} {P}", Hopper("tf32", (1, 8, 25, 47), 24, (3, 3), parameters={"stride": (2, 4), "dilation": (4, 2)})),
+        f"{C} {P}", "", Hopper("tf32", (1, 8, 25, 47), 24, (3, 3), parameters={"stride": (2, 4), "dilation": (4, 2)})),
     "the same, by tensor copies": (
-        f"{C} {P}", Hopper("half", (1, 16, 25, 47), 24, (3, 3), "channels_last",
+        f"{C} {P}", "direct", Hopper("half", (1, 16, 25, 47), 24, (3, 3), "channels_last",
                            parameters={"stride": (2, 4), "dilation": (4, 2), "padding": ((1, 2), (3, 0))})),
     "dilation and stride without a common factor": (
-        f"{C} {P}", Hopper("bfloat16", (1, 9, 25, 40), 17, (3, 2), parameters={"stride": (2, 3), "dilation": (3, 2)})),
+        f"{C} {P}", "", Hopper("bfloat16", (1, 9, 25, 41), 17, (3, 2), parameters={"stride": (2, 3), "dilation": (3, 2)})),
     "the same, by tensor copies without a common factor": (
-        P, Hopper("bfloat16", (1, 24, 25, 40), 40, (3, 2), "channels_last", bias=False,
+        P, "direct", Hopper("bfloat16", (1, 24, 25, 40), 40, (3, 2), "channels_last", bias=False,
                   parameters={"stride": (2, 3), "dilation": (3, 2), "padding": 2})),
     "even filter, uneven padding": (
-        f"{C} {P}", Hopper("tf32", (2, 11, 9, 20), 35, (4, 2), bias=False, parameters={"padding": ((3, 0), (0, 1))})),
+        f"{C} {P}", "", Hopper("tf32", (2, 11, 9, 21), 35, (4, 2), bias=False, parameters={"padding": ((3, 0), (0, 1))})),
     "reflected": (
-        C, Hopper("ieee", (1, 9, 9, 17), 18, (5, 5), parameters={"padding": 2, "padding_mode": "reflect"})),
+        C, "", Hopper("ieee", (1, 9, 9, 17), 18, (5, 5), parameters={"padding": 2, "padding_mode": "reflect"})),
     "replicated": (
-        P, Hopper("tf32", (1, 9, 3, 5, 9), 18, (3, 1, 3), parameters={
+        P, "", Hopper("tf32", (1, 9, 3, 5, 9), 18, (3, 1, 3), parameters={
             "padding": ((2, 1), (0, 3), (1, 2)), "padding_mode": "replicate"})),
     "circular": (
-        P, Hopper("half", (1, 16, 9, 17), 20, (3, 3), "channels_last",
+        P, "", Hopper("half", (1, 16, 9, 17), 20, (3, 3), "channels_last",
                   parameters={"padding": 1, "padding_mode": "circular"})),
     "groups that fill neither chunks nor tiles": (
-        f"{C} {P}", Hopper("tf32", (1, 33, 7, 20), 57, (3, 3), parameters={"groups": 3, "padding": 1})),
+        f"{C} {P}", "", Hopper("tf32", (1, 33, 7, 20), 57, (3, 3), parameters={"groups": 3, "padding": 1})),
     "groups, by tensor copies": (
-        C, Hopper("half", (2, 48, 7, 20), 60, (3, 3), "channels_last", parameters={"groups": 3, "padding": 1})),
+        C, "direct", Hopper("half", (2, 48, 7, 20), 60, (3, 3), "channels_last", parameters={"groups": 3, "padding": 1})),
     "groups whose channels end within a chunk": (
-        P, Hopper("bfloat16", (1, 48, 7, 20), 60, (1, 3), "channels_last", parameters={"groups": 2})),
+        P, "", Hopper("bfloat16", (1, 48, 7, 20), 60, (1, 3), "channels_last", parameters={"groups": 2})),
     "several blocks of channels": (
-        f"{C} {P}", Hopper("tf32", (1, 10, 6, 20), 270, (1, 3))),
+        f"{C} {P}", "", Hopper("tf32", (1, 10, 6, 21), 270, (1, 3))),
     "1d, long filter": (
-        f"{C} {P}", Hopper("tf32", (1, 19, 300), 24, (7,), parameters={"padding": 3, "stride": 2})),
+        f"{C} {P}", "", Hopper("tf32", (1, 19, 301), 24, (7,), parameters={"padding": 3, "stride": 2})),
     "1d, 16 bit": (
-        C, Hopper("bfloat16", (2, 24, 290), 24, (4,), parameters={"padding": ((2, 1),), "dilation": 3})),
+        C, "", Hopper("bfloat16", (2, 24, 290), 24, (4,), parameters={"padding": ((2, 1),), "dilation": 3})),
     "pointwise, several products a chunk": (
-        f"{C} {P}", Hopper("tf32", (2, 37, 9, 20), 50, (1, 1), bias=False)),
+        f"{C} {P}", "", Hopper("tf32", (2, 37, 9, 21), 50, (1, 1), bias=False)),
     "channels that end within a product": (
-        f"{C} {P}", Hopper("half", (2, 21, 9, 20), 50, (3, 3), "channels_last")),
+        f"{C} {P}", "", Hopper("half", (2, 21, 9, 20), 50, (3, 3), "channels_last")),
     "channels that end within a chunk, by tensor copies": (
-        f"{C} {P}", Hopper("half", (2, 40, 9, 20), 50, (3, 3), "channels_last", parameters={"padding": 1})),
+        f"{C} {P}", "direct", Hopper("half", (2, 40, 9, 20), 50, (3, 3), "channels_last", parameters={"padding": 1})),
     "3d, by tensor copies": (
-        P, Hopper("bfloat16", (1, 16, 5, 9, 18), 33, (3, 3, 3), "channels_last",
+        P, "direct", Hopper("bfloat16", (1, 16, 5, 9, 18), 33, (3, 3, 3), "channels_last",
                   parameters={"padding": ((1, 0), (2, 1), (1, 1)), "stride": (2, 1, 1), "dilation": (1, 2, 1)})),
     "fp32 in vectors of channels": (
-        f"{C} {P}", Hopper("tf32", (1, 36, 9, 20), 33, (3, 3), "channels_last", parameters={"padding": 1})),
-    "every second column": (C, Hopper("tf32", (1, 9, 9, 20), 18, (3, 3), "sliced", "permuted")),
-    "columns far apart": (P, Hopper("half", (2, 17, 9, 20), 18, (3, 3), "permuted", "channels_last")),
-    "one sample for all": (P, Hopper("half", (3, 16, 9, 12), 18, (3, 3), "expanded", "expanded")),
+        f"{C} {P}", "", Hopper("tf32", (1, 36, 9, 20), 33, (3, 3), "channels_last",
+                               parameters={"padding": 1, "padding_mode": "replicate"})),
+    "every second column": (C, "", Hopper("tf32", (1, 9, 9, 20), 18, (3, 3), "sliced", "permuted")),
+    "columns far apart": (P, "", Hopper("half", (2, 17, 9, 20), 18, (3, 3), "permuted", "channels_last")),
+    "one sample for all": (P, "", Hopper("half", (3, 16, 9, 12), 18, (3, 3), "expanded", "expanded")),
     "three products": (
-        f"{C} {P}", Hopper("ieee", (2, 19, 9, 20), 35, (3, 3), parameters={"padding": 1, "stride": (1, 2)})),
+        f"{C} {P}", "", Hopper("ieee", (2, 19, 9, 21), 35, (3, 3), parameters={"padding": 1, "stride": (1, 2)})),
     "three products, 3d": (
-        P, Hopper("ieee", (1, 12, 4, 8, 17), 18, (2, 3, 3), "channels_last", bias=False, parameters={"groups": 1})),
+        P, "", Hopper("ieee", (1, 13, 4, 8, 17), 18, (2, 3, 3), "channels_last", bias=False)),
     "three products, 1d groups": (
-        C, Hopper("ieee", (1, 18, 290), 38, (5,), parameters={"groups": 2, "padding": 2})),
+        C, "", Hopper("ieee", (1, 18, 290), 38, (5,), parameters={"groups": 2, "padding": 2})),
+    "raw boxes with another stride on every axis": (
+        f"{C} {P}", "raw", Hopper("tf32", (2, 9, 5, 21, 28), 19, (2, 3, 3), parameters={
+            "stride": (2, 1, 3), "padding": ((1, 0), (0, 2), (1, 1))})),
+    "raw boxes with dilation, stride and uneven padding": (
+        f"{C} {P}", "raw", Hopper("half", (2, 21, 25, 48), 24, (3, 4), parameters={
+            "stride": (2, 3), "dilation": (2, 2), "padding": ((1, 2), (5, 0))})),
+    "raw boxes of groups": (
+        C, "raw", Hopper("tf32", (2, 48, 7, 20), 60, (3, 3), parameters={"groups": 3, "padding": 1})),
+    "raw boxes, 1d, in pieces": (
+        f"{C} {P}", "raw", Hopper("bfloat16", (2, 24, 600), 24, (5,), parameters={"stride": 2, "padding": 7})),
+    "raw boxes of channels side by side": (
+        f"{C} {P}", "raw", Hopper("tf32", (2, 20, 9, 21), 33, (3, 2), "channels_last", parameters={
+            "padding": ((1, 0), (2, 1)), "stride": (1, 2)})),
+    "raw boxes split": (
+        f"{C} {P}", "raw", Hopper("ieee", (2, 19, 9, 20), 35, (3, 3), parameters={"padding": 1, "dilation": (1, 2)})),
+    "raw boxes of channels side by side, split": (
+        f"{C} {P}", "raw", Hopper("ieee", (1, 12, 4, 9, 17), 18, (2, 3, 3), "channels_last", parameters={"padding": 1})),
 }  # fmt: skip
 
-PAIRS = [(name, orientation) for name, (orientations, _) in CASES.items() for orientation in orientations.split()]
+PAIRS = [(name, orientation) for name, (orientations, _, _) in CASES.items() for orientation in orientations.split()]
 
 
 @pytest.mark.parametrize(("name", "orientation"), PAIRS, ids=lambda part: str(part).replace(" ", "-"))
 def test_a_value_is_wrong(name: str, orientation: str) -> None:
-    hopper = CASES[name][1]
+    _, copies, hopper = CASES[name]
     case = hopper.case([POINTWISE["silu"]()])
-    call = made(case, hopper.kind)
-    tile = choose(call, ORIENTATIONS[orientation])
-    assert tile.tensor_copies == ("by tensor copies" in name)
+    tile = choose(made(case, hopper.kind), ORIENTATIONS[orientation])
+    assert tile.copies == copies
     check(case, hopper.kind, tile)
 
 
@@ -315,6 +332,20 @@ def test_sizes_and_numbers_compile_something_new() -> None:
         return [step.kernel for step in program.build(call, ARCH).launches]
 
     assert kernels(1, 8, 20, 1.0) == kernels(5, 100, 3, 2.0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("kind", ["tf32", "ieee", "half"])
+def test_how_x_is_fetched_changes_bits(kind: str, layout: str) -> None:
+    # The halo's rows and columns do not fill its last 128 bytes: what lies there must not matter either.
+    case = Hopper(kind, (2, 24, 15, 24), 24, (3, 4), layout, parameters={"padding": 1}).case()
+    call = made(case, kind)
+    copied = choose(call)
+    assert copied.copies == ("direct" if kind == "half" and layout == "channels_last" else "raw")
+    halo = (copied.box[0] + 2) * (copied.box[1] + 3)
+    assert halo % 8 != 0
+    loaded = replace(copied, copies="", raws=0)
+    assert torch.equal(run(call, copied), run(call, loaded))
 
 
 # ---- What surrounds the convolution -------------------------------------------------------------------------------------
@@ -533,3 +564,61 @@ def test_a_random_tile_of_a_random_problem_is_wrong(seed: int) -> None:
         check(case, kind, tile, *families)
     except AssertionError as error:
         raise AssertionError(f"{kind}, {tile}: {error}") from error
+
+
+# ---- Waits --------------------------------------------------------------------------------------------------------------
+
+#: Several tiles a block, rings shorter than a tile's units and stages, one and two consumers.
+WAITING: dict[str, tuple[Hopper, Wanted]] = {
+    "one consumer": (Hopper("tf32", (3, 20, 10, 9), 20, (3, 1)), channel_rows),
+    "promoted": (Hopper("ieee", (3, 20, 10, 9), 20, (3, 1)), position_rows),
+    "tensor copies": (Hopper("half", (3, 40, 10, 9), 20, (3, 1), "channels_last"), position_rows),
+    "raw boxes": (Hopper("tf32", (3, 20, 10, 12), 20, (3, 1)), channel_rows),
+    "two consumers": (Hopper("half", (1, 40, 10, 20), 130, (3, 1)), lambda tile: tile.channel_groups == 2),
+}
+
+
+def waiting(name: str) -> tuple[Case, str, WgmmaTile]:
+    hopper, wanted = WAITING[name]
+    case = hopper.case()
+    call = made(case, hopper.kind)
+    tile = smallest(call, wanted, units=2, stages=2, stage_taps=1, steps=1)
+    tile = replace(tile, raws=min(tile.raws, 2))
+    launch = built(call, tile).launches[1]
+    assert launch.grid > launch.blocks(2)
+    return case, hopper.kind, tile
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_accesses_race(name: str) -> None:
+    check(*waiting(name), races=True, schedules=emulate.ALL_SCHEDULES)
+
+
+#: What may be removed without notice, and why.
+UNNOTICED: set[str] = set()
+
+
+@pytest.mark.slow
+def test_a_wait_or_fence_is_not_needed() -> None:
+    unnoticed: dict[str, bool] = {}
+    for name in WAITING:
+        case, kind, tile = waiting(name)
+        call = made(case, kind)
+        expected = check(case, kind, tile)
+        kernel = render(built(call, tile).launches[1].kernel)
+        for file in ("device/halo_wgmma.cuh", kernel.name):
+            for statement, mutant in mutants(kernel, file):
+                if unnoticed.get(statement, True):
+                    unnoticed[statement] = not noticed(call, tile, mutant, expected)
+    print({statement for statement, survived in unnoticed.items() if survived})
+    assert {statement for statement, survived in unnoticed.items() if survived} == UNNOTICED
+
+
+def noticed(call: Call, tile: WgmmaTile, mutant: Rendered, expected: Tensor) -> bool:
+    def look(races: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(emulated, "render", lambda k: mutant if k.family == "conv_wgmma" else render(k))
+            y = run(call, tile, races=races, sanitize=not races, schedules=emulate.ALL_SCHEDULES)
+            assert torch.equal(y, expected)
+
+    return notices(lambda: look(races=False)) or notices(lambda: look(races=True))
