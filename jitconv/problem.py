@@ -3,7 +3,8 @@
 A :class:`Problem` is frozen and hashable. It knows channels, filters, strides and the structure of what
 happens before, between and after the convolutions; it does not know batch, spatial extents, addresses or
 numbers, because those are arguments of the kernel at run time (:data:`BAKED` and :data:`RUN_TIME` are the
-whole table). One Problem therefore serves every image size.
+whole table). One Problem therefore serves every image size, or, where small images want smaller tiles, every size of
+a class (:func:`size_class`).
 
 Nothing here knows CUDA, tiles or tensors.
 """
@@ -46,6 +47,7 @@ BAKED = (
     "memory_format",
     "x_memory_format",
     "x_vector",
+    "sizes",
     "precision",
     "index_bits",
     "bias",
@@ -63,6 +65,9 @@ RUN_TIME = (
     "strides of x, weight, output and epilogue tensors",
     "numbers in a chain (slopes, factors, bounds, eps)",
 )
+
+#: Classes of an extent: at most 8, at most 16, and all others.
+SIZE_CLASSES = (8, 16, 32)
 
 _MAX_INT32 = 2**31 - 1
 
@@ -145,7 +150,7 @@ class Problem:
     ``memory_format`` is the layout of the output; ``x_memory_format`` says which axis of x is dense in memory and
     decides only the order in which x is read (its strides are run-time values); ``x_vector``: x is made
     of aligned 16-byte vectors, of a position's channels (channels_last) or of a row (channels_first).
-    ``index_bits`` is the width of element offsets.
+    ``index_bits`` is the width of element offsets. ``sizes`` are the classes of the output's last two extents.
     The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """
 
@@ -164,6 +169,7 @@ class Problem:
     memory_format: str = "channels_first"
     x_memory_format: str = "channels_first"
     x_vector: bool = False
+    sizes: tuple[int, int] = (32, 32)
     precision: str = "ieee"
     index_bits: int = 32
     bias: bool = False
@@ -190,6 +196,7 @@ class Problem:
         )
         _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
         _require(self.index_bits in (32, 64), "index_bits", self.index_bits, "32 or 64")
+        _require(all(size in SIZE_CLASSES for size in self.sizes), "sizes", self.sizes, f"two of {SIZE_CLASSES}")
         for name in ("in_channels", "out_channels", "groups"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("in_channels", "out_channels"):
@@ -268,6 +275,11 @@ def index_bits(*largest_offsets: int) -> int:
     # A tile may compute, without using it, an offset up to one tile past the end.
     margin = 1 << 16
     return 32 if all(offset + margin <= _MAX_INT32 for offset in largest_offsets) else 64
+
+
+def size_class(extent: int) -> int:
+    """The class of an extent of the output: the first of :data:`SIZE_CLASSES` that is not smaller, else the last."""
+    return next((size for size in SIZE_CLASSES if extent <= size), SIZE_CLASSES[-1])
 
 
 def canonical_json(data: Any) -> str:

@@ -21,7 +21,7 @@ from jitconv.architectures import arch_number, normalize_arch, splits_fp32
 from jitconv.families import Extents, KernelPlan, common, family
 from jitconv.layout import Layout
 from jitconv.planning import Plan, plan
-from jitconv.problem import Problem, index_bits
+from jitconv.problem import Problem, index_bits, size_class
 from jitconv.tensor_map import TensorMap
 from jitconv.validation import Geometry
 
@@ -248,6 +248,7 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
         x_memory_format="channels_last" if channels_last else "channels_first",
         x_vector=_on_tensor_cores(call, arch)
         and (_vectors_of_channels(x, g.groups) if channels_last else _vectors_of_rows(x)),
+        sizes=_size_classes(call, values[0], arch),
         # Where precision changes nothing it is no part of the identity: one kernel serves every setting.
         precision=call.precision if call.operator == "conv" and x.dtype == torch.float32 else "ieee",
         index_bits=index_bits(
@@ -271,6 +272,13 @@ def _on_tensor_cores(call: Call, arch: str) -> bool:
     if call.operator != "conv" or arch_number(arch) < 80 or call.x.dtype not in _MULTIPLIED:
         return False
     return call.x.dtype != torch.float32 or call.precision != "ieee" or splits_fp32(arch)
+
+
+def _size_classes(call: Call, shape: Sequence[int], arch: str) -> tuple[int, int]:
+    """Classes of the last two extents of the convolution's output, where tiles are chosen by them."""
+    if arch != "sm_90a" or not _on_tensor_cores(call, arch) or len(shape) < 4:
+        return Problem.sizes
+    return size_class(shape[-2]), size_class(shape[-1])
 
 
 def _vectors_of_channels(x: Tensor, groups: int) -> bool:

@@ -22,8 +22,8 @@ _SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "dire
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
 
-#: Fewer input channels in a group would leave most of a product's k empty, fewer output channels most of its columns.
-_FEWEST_CHANNELS, _FEWEST_OUTPUTS = 8, 17
+#: Extents of outputs that tiles are weighed at, by class (jitconv.problem.size_class).
+_TYPICAL = {8: (7, 8), 16: (12, 14, 16), 32: (20, 28, 32, 56, 64, 112, 128, 256)}
 
 
 def choose_wgmma_tile(problem: Problem, arch: str) -> WgmmaTile | None:
@@ -36,9 +36,6 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
     if arch != "sm_90a" or problem.operator != "conv":
         return
     math = math_of(problem)
-    outputs = problem.out_channels // problem.groups
-    if problem.in_channels // problem.groups < _FEWEST_CHANNELS or outputs < _FEWEST_OUTPUTS:
-        return
     shapes = [replace(tile, copies=conv_wgmma.copies(problem, tile)) for tile in _shapes(problem, math)]
     for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
         fitted = _fit(problem, shape, arch)
@@ -75,14 +72,16 @@ def _shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
                 for strips in (1, 2, 3, 4, 6, 8):
                     box, strip = _box(64, strips, consumers, flat)
                     yield WgmmaTile(box, n, False, strip, 1, consumers, blocks=blocks, **common)  # type: ignore[arg-type]
+                    if consumers > 1 and outputs > n and n >= 64 and strips <= 2:
+                        box, strip = _box(64, strips, 1, flat)
+                        yield WgmmaTile(box, 2 * n, False, strip, 2, 1, blocks=blocks, **common)  # type: ignore[arg-type]
 
 
 def _widths(outputs: int) -> list[int]:
     """Columns for products whose columns are output channels."""
     whole = [n for n in _COLUMNS if n >= outputs]
-    if whole:
-        return whole[:1]
-    return [n for n in _COLUMNS if n >= 96 and -(-outputs // n) * n - outputs < 64]
+    parts = [n for n in _COLUMNS if 64 <= n < outputs and -(-outputs // n) * n - outputs < 64]
+    return whole[:1] + parts
 
 
 def _steps(problem: Problem, math: str, taps: int) -> tuple[int, ...]:
@@ -120,22 +119,35 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     positions = tile.box[0] * tile.box[1]
     # A product reads 64 rows and n columns of 32 bytes from shared memory at 128 bytes a cycle.
     products = taps * positions * tile.channels // (64 * n) * (3 if tile.parts == 2 else 1)
-    multiply = steps * products * max(n / 2, 16 + n / 4)
+    # Shared memory is read by others too, so what a product reads counts for more than its share.
+    multiply = steps * products * (max(n / 2, 16 + n / 4) + 0.3 * (16 + n / 4))
     # L2 gives a multiprocessor about 40 bytes a cycle.
     fetch = steps * 32 * (cells + taps * tile.channels * tile.parts) / 40
-    # A cell's 32 bytes are converted (and loaded) by so many instructions of a lane. A producer warp alone on its
-    # scheduler issues one in four cycles.
+    # A cell's 32 bytes are converted (and loaded) by so many instructions of a lane; the producers issue three in two
+    # cycles.
     instructions = {"direct": 0.0, "raw": 36.0, "": 40.0 if problem.x_vector else 64.0}[tile.copies]
     if not tile.copies and cells > 4 * 96:
         instructions *= 2.5  # where each cell lies is worked out every time
-    stage = steps * cells * instructions * (1.4 if tile.parts == 2 else 1) / 32 / (0.75 * tile.blocks)
-    # channels_last outputs are stored one by one unless positions are rows.
+    stage = steps * cells * instructions * (1.4 if tile.parts == 2 else 1) / 32 / 1.5
+    # Where channels are rows, channels_last outputs are stored one by one, others in pairs.
     singly = tile.channel_rows and problem.memory_format == "channels_last"
-    finish = positions * tile.channels * (45 if singly else 15) / 64
+    finish = positions * tile.channels * (45 if singly else 20 if tile.channel_rows else 15) / 64
     work = max(multiply, fetch, stage) + 0.2 * (multiply + fetch + stage)
     # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
-    work += (0.3 if tile.blocks > 1 else 0.5) * finish
-    return work / (positions * outputs / -(-outputs // tile.channels))
+    work += (0.3 if tile.blocks > 1 else 0.4) * finish
+    # Filling the rings, and the latency of an epilogue and of every unit.
+    work += (600 + 30 * steps / tile.steps) / tile.blocks
+    return work / (positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
+
+
+def _coverage(problem: Problem, tile: WgmmaTile) -> float:
+    """Share of a tile's positions that exist, on average over typical sizes of the problem's class."""
+    share = 1.0
+    for extent, size in zip(tile.box, problem.sizes, strict=True):
+        if extent > 1:
+            typical = _TYPICAL[size]
+            share *= sum(at / (-(-at // extent) * extent) for at in typical) / len(typical)
+    return share if problem.rank > 1 else 1.0
 
 
 def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
@@ -144,6 +156,9 @@ def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     if sums > _SUMS[tile.blocks, tile.copies] + (48 if tile.promote_stages and tile.blocks > 1 else 0):
         return None
     limits = limits_of(arch)
+    # A product's sums, their addresses and descriptors: ptxas asks for that many registers at the start of a block.
+    if tile.columns // 2 + 26 > limits.registers_sm // (tile.threads * tile.blocks):
+        return None
     budget = min(limits.shared_block, limits.shared_sm // tile.blocks - limits.shared_reserved) - 512
     unit, stage = conv_wgmma.unit_bytes(problem, tile), conv_wgmma.stage_bytes(tile)
     if tile.copies == "raw":
