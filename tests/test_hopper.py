@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +19,8 @@ from jitconv import emulate, emulated, program
 from jitconv import epilogue as E
 from jitconv.architectures import limits_of
 from jitconv.families import KernelPlan, WgmmaTile, family
+from jitconv.functional import convolution_call
+from jitconv.inspect import resident_blocks
 from jitconv.planning import plan_with_tile
 from jitconv.planning.hopper import wgmma_tiles
 from jitconv.program import Call
@@ -27,6 +28,7 @@ from jitconv.render import Rendered, render
 from jitconv.toolchain import Compiled, compile_cubin
 from tests.kernels.mutation import mutants, notices
 from tests.strategies import (
+    CHANNELS_LAST,
     LAYOUTS,
     POINTWISE,
     Case,
@@ -78,7 +80,7 @@ def strips(tile: WgmmaTile) -> int:
     return positions(tile) // (tile.strip[0] * tile.strip[1]) // tile.position_groups
 
 
-# ---- Cases ------------------------------------------------------------------------------------------------------------
+# ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
 def tf32(t: Tensor) -> Tensor:
@@ -168,7 +170,8 @@ CASES: dict[str, tuple[str, str, Hopper]] = {
     "3d, odd extents and channels": (
         f"{C} {P}", "", Hopper("tf32", (1, 13, 4, 9, 19), 21, (3, 3, 3), parameters={"padding": 1})),
     "3d, another stride on every axis": (
-        f"{C} {P}", "", Hopper("tf32", (2, 9, 5, 21, 26), 19, (2, 3, 3), parameters={"stride": (2, 1, 3), "padding": 1})),
+        f"{C} {P}", "", Hopper("tf32", (2, 9, 5, 21, 26), 19, (2, 3, 3),
+                               parameters={"stride": (2, 1, 3), "padding": 1})),
     "stride beyond the filter": (
         f"{C} {P}", "", Hopper("tf32", (1, 10, 23, 41), 18, (2, 1), parameters={"stride": (3, 4)})),
     "dilation and stride with a common factor": (
@@ -177,12 +180,14 @@ CASES: dict[str, tuple[str, str, Hopper]] = {
         f"{C} {P}", "direct", Hopper("half", (1, 16, 25, 47), 24, (3, 3), "channels_last",
                            parameters={"stride": (2, 4), "dilation": (4, 2), "padding": ((1, 2), (3, 0))})),
     "dilation and stride without a common factor": (
-        f"{C} {P}", "", Hopper("bfloat16", (1, 9, 25, 41), 17, (3, 2), parameters={"stride": (2, 3), "dilation": (3, 2)})),
+        f"{C} {P}", "", Hopper("bfloat16", (1, 9, 25, 41), 17, (3, 2),
+                               parameters={"stride": (2, 3), "dilation": (3, 2)})),
     "the same, by tensor copies without a common factor": (
         P, "direct", Hopper("bfloat16", (1, 24, 25, 40), 40, (3, 2), "channels_last", bias=False,
                   parameters={"stride": (2, 3), "dilation": (3, 2), "padding": 2})),
     "even filter, uneven padding": (
-        f"{C} {P}", "", Hopper("tf32", (2, 11, 9, 21), 35, (4, 2), bias=False, parameters={"padding": ((3, 0), (0, 1))})),
+        f"{C} {P}", "", Hopper("tf32", (2, 11, 9, 21), 35, (4, 2), bias=False,
+                               parameters={"padding": ((3, 0), (0, 1))})),
     "reflected": (
         C, "", Hopper("ieee", (1, 9, 9, 17), 18, (5, 5), parameters={"padding": 2, "padding_mode": "reflect"})),
     "replicated": (
@@ -194,7 +199,8 @@ CASES: dict[str, tuple[str, str, Hopper]] = {
     "groups that fill neither chunks nor tiles": (
         f"{C} {P}", "", Hopper("tf32", (1, 33, 7, 20), 57, (3, 3), parameters={"groups": 3, "padding": 1})),
     "groups, by tensor copies": (
-        C, "direct", Hopper("half", (2, 48, 7, 20), 60, (3, 3), "channels_last", parameters={"groups": 3, "padding": 1})),
+        C, "direct", Hopper("half", (2, 48, 7, 20), 60, (3, 3), "channels_last",
+                            parameters={"groups": 3, "padding": 1})),
     "groups whose channels end within a chunk": (
         P, "", Hopper("bfloat16", (1, 48, 7, 20), 60, (1, 3), "channels_last", parameters={"groups": 2})),
     "several blocks of channels": (
@@ -240,7 +246,8 @@ CASES: dict[str, tuple[str, str, Hopper]] = {
     "raw boxes split": (
         f"{C} {P}", "raw", Hopper("ieee", (2, 19, 9, 20), 35, (3, 3), parameters={"padding": 1, "dilation": (1, 2)})),
     "raw boxes of channels side by side, split": (
-        f"{C} {P}", "raw", Hopper("ieee", (1, 12, 4, 9, 17), 18, (2, 3, 3), "channels_last", parameters={"padding": 1})),
+        f"{C} {P}", "raw", Hopper("ieee", (1, 12, 4, 9, 17), 18, (2, 3, 3), "channels_last",
+                                  parameters={"padding": 1})),
 }  # fmt: skip
 
 PAIRS = [(name, orientation) for name, (orientations, _, _) in CASES.items() for orientation in orientations.split()]
@@ -288,7 +295,7 @@ def test_every_shape_of_tiles_is_tried() -> None:
         assert any(wanted(tile) for kind in KINDS for tile in tiles(made(replace(PLAIN, kind=kind).case(), kind)))
 
 
-# ---- Tiles after tiles --------------------------------------------------------------------------------------------------
+# ---- Tiles after tiles -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,7 +355,7 @@ def test_how_x_is_fetched_changes_bits(kind: str, layout: str) -> None:
     assert torch.equal(run(call, copied), run(call, loaded))
 
 
-# ---- What surrounds the convolution -------------------------------------------------------------------------------------
+# ---- What surrounds the convolution ----------------------------------------------------------------------------------
 
 
 def unaligned(t: Twin, shape: tuple[int, ...]) -> Twin:
@@ -413,13 +420,14 @@ def test_64_bit_offsets_read_or_write_elsewhere(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("kind", ["half", "tf32", "ieee"])
 def test_the_prologue_comes_after_zero_padding(kind: str, orientation: str) -> None:
     layout = "channels_last" if orientation == "positions" else "contiguous"
-    hopper = Hopper(kind, (2, 13 if layout == "contiguous" else 16, 9, 20), 20, (3, 3), layout, parameters={"padding": 1})
+    channels = 13 if layout == "contiguous" else 16
+    hopper = Hopper(kind, (2, channels, 9, 20), 20, (3, 3), layout, parameters={"padding": 1})
     plain = hopper.case()
-    channels, tensor = make_tensor((hopper.x[1],), seed=4), make_tensor(hopper.x, seed=5)
-    call = replace(made(plain, kind), prologue=(E.add(1.0), E.mul(channels), E.add(tensor), E.relu()))
+    factor, tensor = make_tensor((channels,), seed=4), make_tensor(hopper.x, seed=5)
+    call = replace(made(plain, kind), prologue=(E.add(1.0), E.mul(factor), E.add(tensor), E.relu()))
     y = run(call, choose(call, ORIENTATIONS[orientation]))
     # A prologue of 16-bit numbers rounds what it gives to x's type.
-    before = ((plain.x.double() + 1) * channels.double().view(-1, 1, 1) + tensor.double()).relu()
+    before = ((plain.x.double() + 1) * factor.double().view(-1, 1, 1) + tensor.double()).relu()
     before = before.float() if kind == "ieee" else tf32(before.float()) if kind == "tf32" else before.half()
     weights = tuple(tf32(w) if kind == "tf32" else w for w in plain.weights)
     expected = replace(plain, x=before, weights=weights).expected()
@@ -437,7 +445,7 @@ def test_what_follows_reads_another_workspace(kind: str) -> None:
         check(case, kind, choose(made(case, kind)), behind)
 
 
-# ---- Values that two tf32 numbers do not hold ---------------------------------------------------------------------------
+# ---- Values that two tf32 numbers do not hold ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -510,7 +518,7 @@ def test_only_tiles_that_met_such_a_value_are_computed_term_by_term(place: str, 
     assert (y != clean)[met & ~touched].float().mean() > 0.1
 
 
-# ---- Anything -----------------------------------------------------------------------------------------------------------
+# ---- Anything --------------------------------------------------------------------------------------------------------
 
 
 def random_hopper(rng: random.Random) -> tuple[str, Case, WgmmaTile]:
@@ -566,7 +574,7 @@ def test_a_random_tile_of_a_random_problem_is_wrong(seed: int) -> None:
         raise AssertionError(f"{kind}, {tile}: {error}") from error
 
 
-# ---- Waits --------------------------------------------------------------------------------------------------------------
+# ---- Waits -----------------------------------------------------------------------------------------------------------
 
 #: Several tiles a block, rings shorter than a tile's units and stages, one and two consumers.
 WAITING: dict[str, tuple[Hopper, Wanted]] = {
@@ -594,8 +602,9 @@ def test_accesses_race(name: str) -> None:
     check(*waiting(name), races=True, schedules=emulate.ALL_SCHEDULES)
 
 
-#: What may be removed without notice, and why.
-UNNOTICED: set[str] = set()
+#: What may be removed without notice. release(): the lanes of a warp have come out of wgmma_wait_group together, which
+#: the barrier says for what any lane may have read by itself since.
+UNNOTICED = {"device/halo_wgmma.cuh: __syncwarp();"}
 
 
 @pytest.mark.slow
@@ -610,8 +619,13 @@ def test_a_wait_or_fence_is_not_needed() -> None:
             for statement, mutant in mutants(kernel, file):
                 if unnoticed.get(statement, True):
                     unnoticed[statement] = not noticed(call, tile, mutant, expected)
-    print({statement for statement, survived in unnoticed.items() if survived})
-    assert {statement for statement, survived in unnoticed.items() if survived} == UNNOTICED
+    assert len(unnoticed) > 25
+    assert {_without_line(statement) for statement, survived in unnoticed.items() if survived} <= UNNOTICED
+
+
+def _without_line(statement: str) -> str:
+    place, text = statement.split(": ", 1)
+    return f"{place.split(':')[0]}: {text}"
 
 
 def noticed(call: Call, tile: WgmmaTile, mutant: Rendered, expected: Tensor) -> bool:
@@ -622,3 +636,82 @@ def noticed(call: Call, tile: WgmmaTile, mutant: Rendered, expected: Tensor) -> 
             assert torch.equal(y, expected)
 
     return notices(lambda: look(races=False)) or notices(lambda: look(races=True))
+
+
+# ---- What ptxas makes of it ------------------------------------------------------------------------------------------
+
+#: Problems from 10 to 512 channels: (rank, C, K, filter, stride, dilation, groups, layout of x, width).
+SPREAD = [
+    (3, 32, 64, 3, 1, 1, 1, "contiguous", 64),
+    (3, 192, 192, 3, 1, 1, 1, "channels_last", 64),
+    (3, 96, 96, 3, 1, 1, 1, "contiguous", 63),
+    (3, 64, 64, 3, 2, 1, 1, "channels_last", 64),
+    (2, 64, 64, 3, 1, 1, 1, "contiguous", 64),
+    (2, 512, 512, 1, 1, 1, 1, "channels_last", 64),
+    (2, 128, 256, 3, 2, 1, 1, "contiguous", 64),
+    (2, 64, 64, 7, 2, 1, 1, "channels_last", 64),
+    (2, 10, 35, 4, 3, 2, 1, "contiguous", 63),
+    (1, 256, 512, 7, 2, 1, 1, "contiguous", 64),
+    (1, 128, 128, 3, 1, 1, 4, "contiguous", 63),
+    (2, 64, 320, 3, 1, 1, 1, "contiguous", 64),
+]
+
+#: What ptxas writes when it serialised products, or moved or waited for their accumulators by itself.
+SERIALISED = ("serialized", "C7510", "C7514", "C7519", "C7520")
+
+
+def meta_call(kind: str, spread: tuple[Any, ...]) -> Call:
+    """A call on tensors without memory, with a GELU and a residual behind the convolution."""
+    rank, c, k, kernel, stride, dilation, groups, layout, width = spread
+    dtype = KINDS[kind][0]
+
+    def laid_out(*shape: int) -> Tensor:
+        empty = torch.empty(shape, device="meta", dtype=dtype)
+        return empty.contiguous(memory_format=CHANNELS_LAST[rank]) if layout == "channels_last" else empty
+
+    out = (width + 2 * (kernel // 2) - dilation * (kernel - 1) - 1) // stride + 1
+    weight, bias = torch.empty(k, c // groups, *(kernel,) * rank, device="meta", dtype=dtype), laid_out(k)
+    steps = [E.gelu(), E.add(laid_out(2, k, *(out,) * rank))]
+    return convolution_call(
+        f"conv{rank}d", rank, False, laid_out(2, c, *(width,) * rank), weight, bias, steps, KINDS[kind][1],
+        stride=stride, padding=kernel // 2, dilation=dilation, groups=groups,
+    )[0]  # fmt: skip
+
+
+def compiled(kernel: KernelPlan) -> Compiled:
+    rendered = render(kernel)
+    return compile_cubin(
+        rendered.source, name=rendered.name, arch=ARCH, headers=rendered.headers, constants=rendered.constants
+    )
+
+
+def assert_runs_as_planned(kernel: KernelPlan, found: Compiled) -> None:
+    """Products are not serialised, and as many blocks as the tile says fit on a multiprocessor."""
+    tile, limits = kernel.tile, limits_of(ARCH)
+    assert isinstance(tile, WgmmaTile)
+    assert [word for word in SERIALISED if word in found.log] == [], found.log
+    assert found.resources.static_shared == 0
+    shared = family(kernel).shared_bytes(kernel)
+    assert shared <= limits.shared_block
+    assert resident_blocks(ARCH, found.resources.registers, tile.threads, shared) >= tile.blocks
+    # setmaxnreg: what warpgroups take must have been given by others, all of them multiples of 8 that exist.
+    producer, consumer = tile.registers
+    start = found.resources.registers
+    assert producer % 8 == consumer % 8 == 0
+    assert 24 <= producer <= start <= consumer <= 256
+    assert producer * tile.producers + consumer * tile.consumers <= start * (tile.producers + tile.consumers)
+
+
+@pytest.mark.parametrize("spread", SPREAD, ids=str)
+def test_ptxas_spills_or_serialises(spread: tuple[Any, ...]) -> None:
+    # Every problem at two kinds of product in turns: a compilation takes seconds.
+    turn = SPREAD.index(spread)
+    for kind in (["tf32", "half"], ["ieee", "bfloat16"])[turn % 2]:
+        call = meta_call(kind, spread)
+        for rank, tile in enumerate(tiles(call)[:3]):
+            packing, computing = (step.kernel for step in built(call, tile).launches)
+            found = compiled(computing)
+            assert_runs_as_planned(computing, found)
+            if rank == 0:
+                assert not found.resources.spills, f"{kind}, {tile}: {found.resources}"
+                assert not compiled(packing).resources.spills
