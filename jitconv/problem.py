@@ -246,7 +246,7 @@ class Problem:
         values = dict(data)
         for name in ("prologue", "between", "epilogue"):
             values[name] = tuple(StepSpec.from_canonical(step) for step in values[name])
-        for name in ("kernel_size", "stride", "padding", "dilation", "output_padding"):
+        for name in ("kernel_size", "stride", "sizes", "padding", "dilation", "output_padding"):
             values[name] = _frozen(values[name])
         return Problem(**values)
 
