@@ -21,6 +21,8 @@ SQRT_HALF = math.sqrt(0.5)
 LARGEST = torch.finfo(torch.float32).max
 #: The distance between neighbouring subnormal numbers of float32.
 SUBNORMAL_STEP = 2.0**-149
+#: Below it a gelu may be 0, as torch's own is.
+GELU_TAIL = 2.0**-122
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,22 @@ class Case:
     numbers: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
     #: False where torch's vector and scalar code differ on -0 against +0.
     sign_of_zero: bool = True
+    #: Results below this may be as wrong as torch's own fp32 function is there.
+    tail: float = 0.0
 
     def __str__(self) -> str:
         return self.name
 
 
-def _unary(name: str, torch_function: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor]) -> Case:
+def _unary(
+    name: str, torch_function: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor], tail: float = 0.0
+) -> Case:
     return Case(
         name,
         f"{name}(v)",
         lambda v, w, p, q: torch_function(v),
         lambda v, w, p, q: exact(v),
+        tail=tail,
     )
 
 
@@ -107,8 +114,8 @@ CASES = (
         lambda v, w, p, q: _elu(v, p, 1.0, 1.0 / p),
         _ALPHAS[:-1],
     ),
-    _unary("gelu_erf", F.gelu, lambda v: v * (0.5 * torch.erfc(-v * SQRT_HALF))),
-    _unary("gelu_tanh", lambda v: F.gelu(v, approximate="tanh"), _gelu_tanh),
+    _unary("gelu_erf", F.gelu, lambda v: v * (0.5 * torch.erfc(-v * SQRT_HALF)), GELU_TAIL),
+    _unary("gelu_tanh", lambda v: F.gelu(v, approximate="tanh"), _gelu_tanh, GELU_TAIL),
     _unary("silu", F.silu, lambda v: v * torch.sigmoid(v)),
     _unary("mish", F.mish, F.mish),
     _unary("tanh", torch.tanh, torch.tanh),
@@ -182,6 +189,30 @@ CASES = (
 )
 
 
+#: The approximate instructions that the functions above are made of.
+INSTRUCTIONS = (
+    Case(
+        "exp2_approximate",
+        "detail::exp2_approximate(v)",
+        lambda v, w, p, q: torch.exp2(v),
+        lambda v, w, p, q: torch.exp2(v),
+    ),
+    Case(
+        "reciprocal_approximate",
+        "detail::reciprocal_approximate(v)",
+        lambda v, w, p, q: torch.reciprocal(v),
+        lambda v, w, p, q: torch.reciprocal(v),
+    ),
+)
+
+_INF = math.inf
+#: Pairs (v, result) for each of the instructions: overflow, and subnormals that count as zero.
+AT_THE_EDGES = (
+    ((-127.0, 0.0), (-126.0, 2.0**-126), (128.0, _INF), (1e-40, 1.0), (-_INF, 0.0), (_INF, _INF), (3.0, 8.0)),
+    ((1e-40, _INF), (-1e-40, -_INF), (0.0, _INF), (-0.0, -_INF), (2.0**127, 0.0), (2.0**126, 2.0**-126), (_INF, 0.0)),
+)
+
+
 def special() -> tuple[Tensor, Tensor]:
     """Every pair (v, w) of zeros, infinities, NaN and 1."""
     values = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])
@@ -211,12 +242,12 @@ def sweep() -> tuple[Tensor, Tensor]:
 def beyond_bound(case: Case, v: Tensor, got: Tensor, exact: Tensor, torch_fp32: Tensor | None = None) -> str:
     """Describe the point where ``got`` exceeds its bound by most; empty when there is none.
 
-    The bound is max(1e-6 |exact|, one subnormal step), and the error of ``torch_fp32`` if that is
+    The bound is 1e-6 |exact| and half a subnormal step, and the error of ``torch_fp32`` if that is
     given and larger. Where the exact value exceeds the largest float, ``got`` may be infinite or
     within the bound of the largest.
     """
     in_range = exact.clamp(-LARGEST, LARGEST)
-    bound = (1e-6 * in_range.abs().nan_to_num(0.0)).clamp(min=SUBNORMAL_STEP)
+    bound = 1e-6 * in_range.abs().nan_to_num(0.0) + SUBNORMAL_STEP / 2
     if torch_fp32 is not None:
         own = (torch_fp32.double() - in_range).abs().nan_to_num(0.0, posinf=0.0)
         bound = torch.maximum(bound, own)
@@ -234,8 +265,52 @@ def beyond_bound(case: Case, v: Tensor, got: Tensor, exact: Tensor, torch_fp32: 
     )
 
 
+def tail_of_torch(case: Case, v: Tensor, w: Tensor, p: float, q: float, exact: Tensor) -> Tensor | None:
+    """The exact results but for torch's own fp32 in the case's tail: what ``beyond_bound`` may measure against."""
+    if not case.tail:
+        return None
+    return torch.where(exact.abs() < case.tail, case.torch(v, w, p, q).double(), exact)
+
+
+#: How far from the correctly rounded result the approximate instructions may be, in units in the last place.
+EXP2_ULP = 2
+RECIPROCAL_ULP = 1
+
+# The two approximate instructions, off by as many units as set_error says. Powers of two stay exact, as they are on
+# the hardware (tests/gpu asks it).
+_HOST_INSTRUCTIONS = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static int exp2_error = 0, reciprocal_error = 0;
+
+extern "C" void set_error(int exp2_ulp, int reciprocal_ulp) {
+    exp2_error = exp2_ulp;
+    reciprocal_error = reciprocal_ulp;
+}
+
+static inline float off_by(float value, int ulp) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t exponent = bits & 0x7f800000u;
+    if (exponent == 0 || exponent == 0x7f800000u || (bits & 0x007fffffu) == 0) return value;
+    bits += static_cast<uint32_t>(ulp);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#define JITCONV_EXP2(x) off_by(exp2f(x), exp2_error)
+#define JITCONV_RECIPROCAL(d) off_by(1.0f / (d), reciprocal_error)
+#include "device/activations.cuh"
+"""
+
+
 def host_source() -> str:
-    """C++ with one function ``run_NAME(v, w, result, count, p, q)`` for every case."""
+    """C++ with one function ``run_NAME(v, w, result, count, p, q)`` for every case and instruction.
+
+    ``set_error(exp2_ulp, reciprocal_ulp)`` makes the approximate instructions wrong by so many units in the last place.
+    """
     functions = (
         f"""extern "C" void run_{case.name}(const float* vs, const float* ws, float* result,
                                    int64_t count, float p, float q) {{
@@ -246,9 +321,9 @@ def host_source() -> str:
     }}
 }}
 """
-        for case in CASES
+        for case in (*CASES, *INSTRUCTIONS)
     )
-    return '#include "device/activations.cuh"\n' + "\n".join(functions)
+    return _HOST_INSTRUCTIONS + "\n".join(functions)
 
 
 def kernel_source(cases: Sequence[Case], name: str) -> str:

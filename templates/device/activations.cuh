@@ -13,9 +13,8 @@
 // Next to a product on tensor cores every instruction here counts, so the functions are straight lines (selects, no
 // branches) around the hardware's own 2^x and 1 / d. Tools that several of them share:
 //
-//   a digit spared      2^x is good to 2 units in the last place (2.4e-7), 1 / d to one (1.2e-7). Both fit into 1e-6
-//                       without refinement if nothing cancels: near a zero of the function a short polynomial
-//                       stands in.
+//   no refinement       2^x is good to 2 units in the last place (2.4e-7), 1 / d to one (1.2e-7). Both fit into 1e-6
+//                       as they are if nothing cancels: near a zero of the function a short polynomial stands in.
 //   what rounding left  an error d in x is a relative error d in exp(x), so an exponent near 90 that was rounded
 //                       once costs 5e-6. `rest` is what the exponent that was used lacks, exact to second order, and
 //                       exp(x) (1 + rest) repairs it. Only the side where the exponential is the result needs it; on
@@ -213,13 +212,13 @@ __device__ __forceinline__ float tanh(float v) {
     const float far = copysignf(fmaf(-2.0f, detail::reciprocal_approximate(1.0f + e), 1.0f), v);
     const float s = v * v;
     const float p = fmaf(fmaf(-0.0472175591f, s, 0.132663622f), s, -0.333314121f);
-    const float near = fmaf(v * s, p, v);
+    const float near = v * fmaf(s, p, 1.0f);
     return magnitude < 0.42f ? near : far;
 }
 
-// v / (1 + |v|). A quarter of the denominator keeps its reciprocal a normal number up to the largest float.
+// v / (1 + |v|). An eighth of the denominator keeps its reciprocal a normal number up to the largest float.
 __device__ __forceinline__ float softsign(float v) {
-    return (v * detail::reciprocal_approximate(fmaf(fabsf(v), 0.25f, 0.25f))) * 0.25f;
+    return (v * detail::reciprocal_approximate(fmaf(fabsf(v), 0.125f, 0.125f))) * 0.125f;
 }
 
 // ---- logistic family -------------------------------------------------------------------------------------
@@ -252,7 +251,8 @@ __device__ __forceinline__ float logsigmoid(float v) {
 
 // log(1 + e^z) / beta = (max(z, 0) + log1p(e^-|z|)) / beta, z = v beta; v itself where z > threshold. max(z, 0) / beta
 // is v or 0. z is the rounded product, as in torch, where it is compared; z + lo where it is an exponent. 1 / beta
-// comes between the two factors of e^-|z|, so that a tail that beta makes larger has all its digits.
+// comes between the two factors of e^-|z|, so that a tail that beta makes larger has all its digits. Adding -0 keeps
+// the sign of a tail that has become 0.
 __device__ __forceinline__ float softplus(float v, float beta, float threshold) {
     const float z = v * beta;
     const float magnitude = fabsf(z);
@@ -260,7 +260,7 @@ __device__ __forceinline__ float softplus(float v, float beta, float threshold) 
     const detail::ExpFactors h = detail::exp_factors(-magnitude, -lo);
     const float p = detail::log1p_over(h.rough * h.repaired);
     const float inverse = 1.0f / beta;
-    const float value = fmaf((h.repaired * inverse) * h.rough, p, z > 0.0f ? v : 0.0f);
+    const float value = fmaf((h.repaired * inverse) * h.rough, p, z > 0.0f ? v : -0.0f);
     return z > threshold ? v : value;
 }
 
@@ -318,8 +318,9 @@ __device__ __forceinline__ float celu(float v, float alpha) {
 //     Phi(-x) = exp(-x^2 / 2) g(x)        g(x) = erfcx(x / sqrt 2) / 2, slowly varying: 0.5 ... 0.03
 //
 // and Phi(v) = Phi(-x) on the left, 1 - Phi(-x) on the right. x^2 / 2 = s + s_lo exactly. g is the minimax quotient
-// p / d of two polynomials on x <= 13.3 (relative error 1.3e-7), with positive coefficients only. Beyond, the exponential
-// is 0, as -0 for large negative v and NaN for -Inf require. (fminf drops a NaN; the factor v brings it back.)
+// p / d of two polynomials on x <= 13.3 (relative error 1.3e-7), with positive coefficients only. Beyond, the
+// exponential is 0, as -0 for large negative v and NaN for -Inf require. (fminf drops a NaN; the factor v brings it
+// back.)
 __device__ __forceinline__ float gelu_erf(float v) {
     const float x = fminf(fabsf(v), 15.0f);
     const float half = 0.5f * x;

@@ -11,7 +11,11 @@ from torch import Tensor
 from jitconv.launch import LoadedKernel, device_info, load
 from jitconv.toolchain import DEFAULT_OPTIONS, compile_cubin
 from tests.activation_cases import (
+    AT_THE_EDGES,
     CASES,
+    EXP2_ULP,
+    INSTRUCTIONS,
+    RECIPROCAL_ULP,
     Case,
     beyond_bound,
     headers,
@@ -84,6 +88,33 @@ def test_zeros_infinities_and_nan_come_out_as_from_torch(case: Case) -> None:
             zero = (got == 0).cpu()
             expected = case.exact(v.double(), w.double(), p, q)
             assert torch.equal(got.cpu().signbit()[zero], expected.signbit()[zero]), (p, q)
+
+
+def test_approximate_instructions_are_as_good_as_the_bounds_assume() -> None:
+    # Whole exponents and powers of two among them: there the functions rely on exact results.
+    exponents = torch.cat([torch.linspace(-126, 127.999, 1 << 24), torch.linspace(-1, 1, 1 << 23)])
+    mantissas = (torch.arange(1 << 23, dtype=torch.int32) | (127 << 23)).view(torch.float32)
+    powers = torch.exp2(torch.arange(-125.0, 126.0))
+    points = (
+        (torch.cat([exponents, torch.arange(-126.0, 128.0)]), EXP2_ULP),
+        (torch.cat([mantissas, mantissas[::64] * 2.0**100, -mantissas[::64] * 2.0**-100, powers]), RECIPROCAL_ULP),
+    )
+    for case, (v, ulp) in zip(INSTRUCTIONS, points, strict=True):
+        got = apply(kernel(case), v.cuda(), v.cuda(), 0.0, 0.0).cpu()
+        rounded = case.exact(v.double(), v.double(), 0.0, 0.0).float()
+        distance = (got.view(torch.int32).long() - rounded.view(torch.int32).long()).abs()
+        assert distance.max() <= ulp, (case.name, v[distance.argmax()].item())
+        power_of_two = rounded.double() == case.exact(v.double(), v.double(), 0.0, 0.0)
+        power_of_two &= (rounded.view(torch.int32) & 0x7FFFFF) == 0
+        assert power_of_two.any()
+        assert distance[power_of_two].max() == 0, case.name
+
+
+def test_approximate_instructions_take_and_give_subnormals_as_zero() -> None:
+    for case, pairs in zip(INSTRUCTIONS, AT_THE_EDGES, strict=True):
+        v, result = torch.tensor(pairs).unbind(1)
+        v = v.contiguous().cuda()
+        assert torch.equal(apply(kernel(case), v, v, 0.0, 0.0).cpu(), result), case.name
 
 
 @pytest.mark.slow
