@@ -377,7 +377,9 @@ def _launch(
     writes = "y" if final else f"workspace{index}"
     # An output without elements has no positions, and the kernel's divisors would have nothing to divide.
     grid = module.grid(kernel, extents) if math.prod(shape) else 0
-    if grid > MAX_GRID:
+    # Blocks that take one tile after the other are few, however many tiles there are.
+    resident = module.resident_blocks(kernel) if hasattr(module, "resident_blocks") else 0
+    if grid > MAX_GRID and not resident:
         raise ValueError(
             f"input: the output of shape {shape} needs a grid of {grid} blocks: expected at most {MAX_GRID}; "
             "split the batch"
@@ -401,7 +403,7 @@ def _launch(
         shape=shape,
         dtype=getattr(torch, kernel.target_dtype),
         memory_format=memory_format,
-        resident=module.resident_blocks(kernel) if hasattr(module, "resident_blocks") else 0,
+        resident=resident,
         tensor_maps=tuple(
             (layout.offsets[member], reads.get(name, name), tensor_map) for member, (name, tensor_map) in maps.items()
         ),
