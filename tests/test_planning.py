@@ -207,7 +207,11 @@ def test_a_grid_beyond_the_limit_is_launched() -> None:
     # 2^40 positions in tiles of 256: 2^32 blocks.
     x = torch.empty(1, device="meta").expand(2**20, 1, 2**20)
     with pytest.raises(ValueError, match=r"needs a grid of 4294967296 blocks: expected at most 2147483647; split"):
-        program.build(meta_call(x, torch.empty(1, 1, 1, device="meta")))
+        program.build(meta_call(x, torch.empty(1, 1, 1, device="meta")), "sm_75")
+    # On Hopper blocks take one tile after the other: their number is that of the multiprocessors.
+    launch = program.build(meta_call(x, torch.empty(1, 1, 1, device="meta")), "sm_90a").launches[-1]
+    assert launch.grid > program.MAX_GRID
+    assert launch.blocks(132) <= 264
 
 
 def test_a_grid_misses_positions_or_channels() -> None:
