@@ -230,6 +230,12 @@ CASES: dict[str, tuple[str, str, Hopper]] = {
         P, "", Hopper("ieee", (1, 13, 4, 8, 17), 18, (2, 3, 3), "channels_last", bias=False)),
     "three products, 1d groups": (
         C, "", Hopper("ieee", (1, 18, 290), 38, (5,), parameters={"groups": 2, "padding": 2})),
+    "one channel in, one out": (
+        f"{C} {P}", "", Hopper("tf32", (2, 1, 9, 21), 1, (3, 3), parameters={"padding": 1})),
+    "three channels in, few out, by raw boxes": (
+        f"{C} {P}", "raw", Hopper("half", (2, 3, 9, 24), 5, (7, 7), parameters={"padding": 3, "stride": 2})),
+    "a group for every channel": (
+        f"{C} {P}", "", Hopper("ieee", (1, 5, 9, 20), 10, (3, 3), parameters={"padding": 1, "groups": 5})),
     "raw boxes with another stride on every axis": (
         f"{C} {P}", "raw", Hopper("tf32", (2, 9, 5, 21, 28), 19, (2, 3, 3), parameters={
             "stride": (2, 1, 3), "padding": ((1, 0), (0, 2), (1, 1))})),
@@ -338,7 +344,8 @@ def test_sizes_and_numbers_compile_something_new() -> None:
         call = made(replace(hopper.case(), chain=(Twin(E.mul(factor), lambda v, conv: v),)), "tf32")
         return [step.kernel for step in program.build(call, ARCH).launches]
 
-    assert kernels(1, 8, 20, 1.0) == kernels(5, 100, 3, 2.0)
+    # Small images have tiles, and so kernels, of their own.
+    assert kernels(1, 40, 50, 1.0) == kernels(5, 100, 35, 2.0) != kernels(1, 8, 50, 1.0)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -526,7 +533,8 @@ def random_hopper(rng: random.Random) -> tuple[str, Case, WgmmaTile]:
     while True:
         kind = rng.choice(list(KINDS))
         rank, groups = rng.choice((1, 2, 2, 3)), rng.choice((1, 1, 1, 2))
-        channels, outputs = groups * rng.choice((8, 9, 16, 23, 32, 40)), groups * rng.choice((17, 24, 33, 64, 70, 130))
+        channels = groups * rng.choice((1, 3, 8, 9, 16, 23, 32, 40))
+        outputs = groups * rng.choice((1, 5, 17, 24, 33, 64, 70, 130))
         kernel = tuple(rng.choice((1, 2, 3, 3, 4)) for _ in range(rank))
         stride = tuple(rng.choice((1, 1, 2, 3)) for _ in range(rank))
         dilation = tuple(rng.choice((1, 1, 2, 3)) for _ in range(rank))
