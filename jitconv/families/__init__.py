@@ -98,7 +98,8 @@ class WgmmaTile:
     ``promote_stages``: how many stages the tensor core accumulates before their sum is added in fp32 (0: all).
     ``blocks`` share a multiprocessor. ``producers`` warpgroups fetch x: with ``depth`` items of a thread on their way,
     or by tensor copies (``copies``), "direct" into the halo ring, or "raw" into a ring of ``raws`` buffers from which
-    they convert.
+    they convert. A block that marches computes one plane d of outputs after the other and keeps the planes of x that
+    they share.
     """
 
     box: tuple[int, int]
@@ -118,6 +119,7 @@ class WgmmaTile:
     depth: int = 4
     copies: str = ""
     raws: int = 0
+    march: bool = False
 
     @property
     def consumers(self) -> int:

@@ -126,6 +126,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "depth": tile.depth,
             "copies": tile.copies,
             "raws": tile.raws,
+            "march": tile.march,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
@@ -159,7 +160,8 @@ def layout(kernel: KernelPlan) -> Layout:
         Field("bias", "pointer", source),
         Field("y", "pointer", target),
         Field("tiles", "index"),
-        Field("planes", "divisor"),
+        Field("segment", "index"),
+        Field("segments", "divisor"),
         Field("boxes_h", "divisor"),
         Field("boxes_w", "divisor"),
         Field("x_extent", "index", count=3),
@@ -174,10 +176,34 @@ def layout(kernel: KernelPlan) -> Layout:
     return Layout(tuple(fields), p.index_bits)
 
 
+#: Blocks that run at once on the largest Hopper, for every block that a multiprocessor holds.
+_MULTIPROCESSORS = 132
+
+
+def _segment(kernel: KernelPlan, extents: Extents) -> int:
+    """Planes of outputs in a tile. Results do not depend on it: it shares the work out evenly."""
+    p, tile = kernel.problem, kernel.tile
+    assert isinstance(tile, WgmmaTile)
+    if not tile.march:
+        return 1
+    d, h, w = extents.value[0]
+    boxes = -(-h // tile.box[0]) * -(-w // tile.box[1])
+    columns = extents.batch * boxes * p.groups * pack_planes.channel_blocks(p, tile)
+    more = common.padded(p.kernel_size, 1)[0] - 1  # planes of x that a tile has in common with the next
+
+    def rounds(segment: int) -> int:
+        tiles = columns * -(-d // segment)
+        # A plane of outputs is worth about three planes of x.
+        return -(-tiles // (_MULTIPROCESSORS * tile.blocks)) * (3 * segment + segment + more)
+
+    lengths = [-(-d // parts) for parts in range(1, min(d, 64) + 1)]
+    return min(lengths, key=rounds, default=1)
+
+
 def _boxes(kernel: KernelPlan, extents: Extents) -> tuple[int, int, int]:
     assert isinstance(kernel.tile, WgmmaTile)
     d, h, w = extents.value[0]
-    return d, -(-h // kernel.tile.box[0]), -(-w // kernel.tile.box[1])
+    return -(-d // _segment(kernel, extents)), -(-h // kernel.tile.box[0]), -(-w // kernel.tile.box[1])
 
 
 def values(
@@ -187,7 +213,8 @@ def values(
     d, h, w = _boxes(kernel, extents)
     return {
         "tiles": grid(kernel, extents),
-        "planes": d,
+        "segment": _segment(kernel, extents),
+        "segments": d,
         "boxes_h": h,
         "boxes_w": w,
         "x_extent": extents.x,

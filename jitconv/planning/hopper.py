@@ -37,6 +37,8 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
         return
     math = math_of(problem)
     shapes = [replace(tile, copies=conv_wgmma.copies(problem, tile)) for tile in _shapes(problem, math)]
+    if problem.rank == 3 and problem.kernel_size[0] > 1 and problem.stride[0] == problem.dilation[0] == 1:
+        shapes += [replace(tile, march=True) for tile in shapes]
     for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
         fitted = _fit(problem, shape, arch)
         if fitted is not None:
@@ -114,13 +116,15 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     group_channels, outputs = problem.in_channels // problem.groups, problem.out_channels // problem.groups
     planes = problem.kernel_size[0] if problem.rank == 3 else 1
     taps = problem.taps // planes
-    n, cells = tile.columns, conv_wgmma.cells(problem, tile)
+    n, cells = tile.columns, float(conv_wgmma.cells(problem, tile))
     steps = tile.chunks(group_channels) * planes * tile.steps  # products along k, for each tap of a plane
     positions = tile.box[0] * tile.box[1]
     # A product reads 64 rows and n columns of 32 bytes from shared memory at 128 bytes a cycle.
     products = taps * positions * tile.channels // (64 * n) * (3 if tile.parts == 2 else 1)
     # Shared memory is read by others too, so what a product reads counts for more than its share.
     multiply = steps * products * (max(n / 2, 16 + n / 4) + 0.3 * (16 + n / 4))
+    if tile.march:
+        cells = 1.15 * cells / planes  # each plane of x is fetched once, but for the ends of a march
     # L2 gives a multiprocessor about 40 bytes a cycle.
     fetch = steps * 32 * (cells + taps * tile.channels * tile.parts) / 40
     # A cell's 32 bytes are converted (and loaded) by so many instructions of a lane; the producers issue three in two
@@ -164,13 +168,18 @@ def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     if tile.copies == "raw":
         tile = replace(tile, raws=2)
         budget -= 2 * conv_wgmma.raw_bytes(problem, tile)
-    if unit >= 2**18 or 2 * unit + 2 * stage > budget:
+    least, most = 2, _MOST_UNITS
+    if tile.march:
+        # All planes of the filter, and some of the next plane.
+        chunks = tile.chunks(problem.in_channels // problem.groups)
+        least, most = chunks * problem.kernel_size[0] + 1, chunks * (problem.kernel_size[0] + 1)
+    if unit >= 2**18 or least * unit + 2 * stage > budget:
         return None
-    units, stages = 2, 2
+    units, stages = least, 2
     while True:
-        if stages < _MOST_STAGES and stages < 2 * units and units * unit + (stages + 1) * stage <= budget:
+        if stages < _MOST_STAGES and stages < 2 * (units - least + 2) and units * unit + (stages + 1) * stage <= budget:
             stages += 1
-        elif units < _MOST_UNITS and (units + 1) * unit + stages * stage <= budget:
+        elif units < most and (units + 1) * unit + stages * stage <= budget:
             units += 1
         elif stages < _MOST_STAGES and units * unit + (stages + 1) * stage <= budget:
             stages += 1

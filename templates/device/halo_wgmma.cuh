@@ -15,6 +15,11 @@
 //
 //     stride 2, columns 0 1 2 3 4 5 6   ->   class 0, all rows: 0 2 4 6    class 1, all rows: 1 3 5 .
 //
+// A unit may serve several outputs: a block that marches along d (stride and dilation 1) keeps the planes of x that its
+// next outputs read too, so that each is fetched once. All chunks of the filter's planes are then in the ring at once:
+//
+//     output plane 5 reads planes 5 6 7 of x, plane 6 reads 6 7 8:   fetched for plane 6: plane 8, released: plane 5
+//
 // A product takes 64 rows and N columns: channels are rows and positions columns, or the other way round. Its
 // positions are a strip of 8-cell groups at a constant distance: side by side in one row, or one below the other.
 #pragma once
@@ -149,9 +154,10 @@ struct RingPlace {
     int slot = 0;
     uint32_t parity = 0;
 
-    __device__ __forceinline__ void advance() {
-        if (++slot == LENGTH) {
-            slot = 0;
+    __device__ __forceinline__ void advance(int count = 1) {
+        slot += count;
+        if (slot >= LENGTH) {
+            slot -= LENGTH;
             parity ^= 1u;
         }
     }
@@ -228,13 +234,52 @@ __device__ __forceinline__ void release(uint64_t* empty) {
     }
 }
 
-// acc += the whole reduction over `units` units, by one consumer: warpgroup `channel_group` x `position_group`.
+// Which units make up the reduction of one plane of outputs, and which of them nobody needs after it. Units come in
+// chunks of channels, the filter's planes inside; a block that marches fetches them plane by plane.
+template <class Tile, int CHUNKS, int KERNEL_D, bool MARCH>
+struct UnitWalk {
+    static constexpr int UNITS = CHUNKS * KERNEL_D;
+    static_assert(!MARCH || Tile::UNITS > UNITS, "the ring holds the filter's planes, and one unit that is fetched");
+
+    RingPlace<Tile::UNITS> place;  // of the first unit
+    bool last;                     // plane of the march
+    int chunk = 0, plane = 0;
+
+    __device__ __forceinline__ RingPlace<Tile::UNITS> here() const {
+        RingPlace<Tile::UNITS> at = place;
+        if constexpr (MARCH) {
+            at.advance(plane * CHUNKS + chunk);
+        }
+        return at;
+    }
+    __device__ __forceinline__ bool released() const { return !MARCH || plane == 0 || last; }
+
+    __device__ __forceinline__ void advance() {
+        if constexpr (!MARCH) {
+            place.advance();
+        }
+        if (++plane == KERNEL_D) {
+            plane = 0;
+            ++chunk;
+        }
+    }
+    // Behind the last unit: to where the next plane of outputs begins.
+    __device__ __forceinline__ RingPlace<Tile::UNITS> next() const {
+        RingPlace<Tile::UNITS> at = place;
+        if constexpr (MARCH) {
+            at.advance(last ? UNITS : CHUNKS);
+        }
+        return at;
+    }
+};
+
+// acc += the whole reduction of one plane of outputs, by one consumer: warpgroup `channel_group` x `position_group`.
 // PROMOTE_STAGES > 0: the tensor core accumulates that many stages, and their sum is added in fp32, because its own
 // additions truncate. `visit(slot)` is called when a unit has come.
-template <class Tile, int PROMOTE_STAGES, class Visit>
+template <class Tile, int PROMOTE_STAGES, class Walk, class Visit>
 __device__ __forceinline__ void accumulate_units(
-    float (&acc)[Tile::TILES][Tile::N / 2], WgmmaStorage<Tile>& storage, RingPlace<Tile::UNITS>& unit,
-    RingPlace<Tile::STAGES>& stage, int units, int channel_group, int position_group, const Visit& visit) {
+    float (&acc)[Tile::TILES][Tile::N / 2], WgmmaStorage<Tile>& storage, Walk& walk, RingPlace<Tile::STAGES>& stage,
+    int channel_group, int position_group, const Visit& visit) {
     constexpr uint64_t CELLS = matrix_descriptor(Tile::PLANE_BYTES, Tile::GROUP_BYTES);
     constexpr uint64_t WEIGHTS = matrix_descriptor(Tile::WEIGHT_PLANE_BYTES, 128);
     const uint32_t first_cell = shared_address(storage.unit[0]) + Tile::strip_cell(position_group, 0) * 16;
@@ -243,7 +288,8 @@ __device__ __forceinline__ void accumulate_units(
         static_assert(Tile::UNIT_STAGES % PROMOTE_STAGES == 0, "sums are promoted within a unit");
         static_assert(Tile::STAGES >= PROMOTE_STAGES, "the stages of a sum are in shared memory at once");
 #pragma unroll 1
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < Walk::UNITS; ++u) {
+            const RingPlace<Tile::UNITS> unit = walk.here();
             mbarrier_wait(&storage.unit_full[unit.slot], unit.parity);
             visit(unit.slot);
             const uint64_t cells = descriptor_at(CELLS, opaque(first_cell + unit.slot * Tile::UNIT_BYTES));
@@ -278,13 +324,16 @@ __device__ __forceinline__ void accumulate_units(
                     release(&storage.stage_empty[slots[i]]);
                 }
             }
-            release(&storage.unit_empty[unit.slot]);
-            unit.advance();
+            if (walk.released()) {
+                release(&storage.unit_empty[unit.slot]);
+            }
+            walk.advance();
         }
     } else {
-        int last_unit = 0, last_stage = 0;
+        int last_unit = -1, last_stage = -1;  // read by products that may be going on; -1: none, or none to release
 #pragma unroll 1
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < Walk::UNITS; ++u) {
+            const RingPlace<Tile::UNITS> unit = walk.here();
             mbarrier_wait(&storage.unit_full[unit.slot], unit.parity);
             visit(unit.slot);
             const uint64_t cells = descriptor_at(CELLS, opaque(first_cell + unit.slot * Tile::UNIT_BYTES));
@@ -298,21 +347,23 @@ __device__ __forceinline__ void accumulate_units(
                 wgmma_commit_group();
                 // The products of the stage before this one have read their operands.
                 wgmma_wait_group<1>();
-                if (u > 0 || s > 0) {
+                if (last_stage >= 0) {
                     release(&storage.stage_empty[last_stage]);
                 }
-                if (u > 0 && s == 0) {
+                if (s == 0 && last_unit >= 0) {
                     release(&storage.unit_empty[last_unit]);
                 }
                 last_stage = stage.slot;
                 stage.advance();
             }
-            last_unit = unit.slot;
-            unit.advance();
+            last_unit = walk.released() ? unit.slot : -1;
+            walk.advance();
         }
         wgmma_wait_group<0>();
         release(&storage.stage_empty[last_stage]);
-        release(&storage.unit_empty[last_unit]);
+        if (last_unit >= 0) {
+            release(&storage.unit_empty[last_unit]);
+        }
     }
 }
 
