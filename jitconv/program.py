@@ -20,7 +20,7 @@ from jitconv import epilogue as E
 from jitconv.architectures import arch_number, normalize_arch, splits_fp32
 from jitconv.families import Extents, KernelPlan, common, family
 from jitconv.layout import Layout
-from jitconv.planning import Plan, plan
+from jitconv.planning import ConvolutionTile, Plan, plan, plan_with_tile
 from jitconv.problem import Problem, index_bits, size_class
 from jitconv.tensor_map import TensorMap
 from jitconv.validation import Geometry
@@ -169,11 +169,16 @@ def output_format(x: Tensor, weights: Sequence[Tensor]) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def build(call: Call, arch: str = EMULATED_ARCH) -> Program:
-    """Check the chains of ``call`` against the shapes they meet, plan it for ``arch`` and lay out its launches."""
+def build(
+    call: Call, arch: str = EMULATED_ARCH, gpu: str | None = None, *, tile: ConvolutionTile | None = None
+) -> Program:
+    """Check the chains of ``call`` against the shapes they meet, plan it for ``arch`` and lay out its launches.
+
+    ``gpu`` is the model, as torch names it, whose tuned tiles count (none without); ``tile`` is taken as it is.
+    """
     bound = bind_chains(call)
     problem = _problem(call, bound, normalize_arch(arch))
-    chosen = plan(problem, normalize_arch(arch))
+    chosen = plan_with_tile(problem, tile) if tile is not None else plan(problem, normalize_arch(arch), gpu)
     shapes = [*bound["epilogue"].shapes, bound["epilogue"].shape]
     extents = Extents(
         batch=call.x.shape[0],

@@ -137,7 +137,7 @@ def smallest(call: Call, wanted: Wanted = lambda tile: True, **changes: Any) -> 
 
 def built(call: Call, tile: WgmmaTile) -> program.Program:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "plan", lambda problem, arch: plan_with_tile(problem, tile))
+        patch.setattr(program, "plan", lambda problem, *_: plan_with_tile(problem, tile))
         return program.build(call, ARCH)
 
 
@@ -147,7 +147,7 @@ def run(call: Call, tile: WgmmaTile, *families: str, **options: Any) -> Tensor:
     assert [step.kernel.family for step in launches] == ["pack_planes", "conv_wgmma", *families]
     options = {"schedules": SCHEDULES, "sanitize": False, **options}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "plan", lambda problem, arch: plan_with_tile(problem, tile))
+        patch.setattr(program, "plan", lambda problem, *_: plan_with_tile(problem, tile))
         return run_emulated(call, ARCH, **options)
 
 

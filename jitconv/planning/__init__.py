@@ -7,16 +7,16 @@ reading the tensor before it once and writing the next one once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from jitconv.families import HaloTile, KernelPlan, RowTile, Tile, WgmmaTile
-from jitconv.planning.hopper import choose_wgmma_tile
-from jitconv.planning.tensor_cores import choose_halo_tile
-from jitconv.planning.tiles import MAX_POOLED_ROW, ROW_THREADS, choose_row_tile, choose_tile
+from jitconv.families import KernelPlan, RowTile
+from jitconv.planning.selection import FAMILIES, ConvolutionTile, candidates, heuristic_tile
+from jitconv.planning.tiles import MAX_POOLED_ROW, ROW_THREADS, choose_row_tile
+from jitconv.planning.tuned import Choice, choice_for
 from jitconv.problem import Problem, StepSpec
 
-__all__ = ["Plan", "plan"]
+__all__ = ["ConvolutionTile", "Plan", "candidates", "heuristic_tile", "plan", "plan_with_tile"]
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,40 @@ class Plan:
     """The kernels of one Problem, in launch order.
 
     Kernel i+1 reads what kernel i wrote: a float32 workspace, contiguous, of the shape that the step
-    ``kernels[i].last`` sees. The last one writes the output.
+    ``kernels[i].last`` sees. The last one writes the output. ``tuned`` is the measurement that chose the tile, None
+    where the heuristic did.
     """
 
     problem: Problem
     kernels: tuple[KernelPlan, ...]
+    tuned: Choice | None = None
 
 
-#: The families of a convolution's own kernel by the type of its tile: the one that packs its weights, and itself.
-_FAMILIES = {WgmmaTile: ("pack_planes", "conv_wgmma"), HaloTile: ("pack_weights", "conv_mma"), Tile: (None, None)}
+def plan(problem: Problem, arch: str, gpu: str | None = None) -> Plan:
+    """The plan for ``problem`` on ``arch``.
+
+    Args:
+        problem: what is computed.
+        arch: exact name of the architecture.
+        gpu: model of the GPU as torch names it (``"NVIDIA H200"``). Where a tile has been measured to be the fastest
+            on that model, by ``jitconv tune`` on this machine or before this release, it is taken. Without ``gpu``,
+            or without a measurement, the heuristic chooses: the same tile in every process.
+    """
+    choice = None if gpu is None else choice_for(problem, arch, gpu)
+    return _plan(problem, arch, choice)
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, arch: str) -> Plan:
-    """The plan for ``problem`` on ``arch``. Pure: the same arguments give the same plan in every process."""
-    tile = choose_wgmma_tile(problem, arch) or choose_halo_tile(problem, arch) or choose_tile(problem)
-    return plan_with_tile(problem, tile)
+def _plan(problem: Problem, arch: str, choice: Choice | None) -> Plan:
+    tile = heuristic_tile(problem, arch) if choice is None else choice.tile
+    return replace(plan_with_tile(problem, tile), tuned=choice)
 
 
-def plan_with_tile(problem: Problem, tile: Tile | HaloTile | WgmmaTile) -> Plan:
+def plan_with_tile(problem: Problem, tile: ConvolutionTile) -> Plan:
     """The plan for ``problem`` whose convolution has this tile."""
     cuts = _cuts(problem.epilogue)
     uses_value = _uses_value(problem.epilogue[cuts[0] :])
-    packing, computing = _FAMILIES[type(tile)]
+    packing, computing = FAMILIES[type(tile)]
     kernels = []
     if packing is not None:
         kernels.append(KernelPlan(packing, problem, tile, 0, 0, problem.dtype, "float32"))

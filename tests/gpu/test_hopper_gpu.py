@@ -48,7 +48,7 @@ def tiles(call: Call) -> list[WgmmaTile]:
 def built(call: Call, tile: WgmmaTile) -> Program:
     """The Program of ``call`` whose convolution has ``tile``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "plan", lambda problem, arch: plan_with_tile(problem, tile))
+        patch.setattr(program, "plan", lambda problem, *_: plan_with_tile(problem, tile))
         return build(call, ARCH)
 
 
