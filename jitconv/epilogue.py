@@ -95,7 +95,7 @@ class Step:
 
     def signature(self) -> tuple[Any, ...]:
         """A hashable value that is the same for steps which differ in numbers and addresses only."""
-        return (self.kind, self.attributes, *(_operand_signature(value) for _, value in self.operands))
+        return (self.kind, self.attributes, *((name, _operand_signature(value)) for name, value in self.operands))
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Step:
         """The same step with its tensors replaced, in order, by the next ones of ``tensors``."""

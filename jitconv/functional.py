@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from jitconv import epilogue as E
-from jitconv import reference, validation
+from jitconv import fast_path, reference, validation
 from jitconv.precision import resolved
 from jitconv.problem import DTYPES
 from jitconv.program import Call, output_format
@@ -295,16 +295,22 @@ def depthwise_separable_conv2d(
     >>> jitconv.depthwise_separable_conv2d(x, dw, pw, padding=1, between=[E.relu6()]).shape
     torch.Size([1, 16, 6, 6])
     """
-    return _apply(
-        *separable_call(
+    seen = fast_path.read(
+        "depthwise_separable_conv2d", (x, dw_weight, dw_bias, pw_weight, pw_bias), (stride, padding, dilation),
+        (between, epilogue), precision,
+    )  # fmt: skip
+    out = fast_path.run(seen)
+    if out is None:
+        call, unbatched = separable_call(
             x, dw_weight, pw_weight, dw_bias, pw_bias, between, epilogue, precision,
             stride=stride, padding=padding, dilation=dilation,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+        out = _apply(call, unbatched, seen)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------
-# From arguments to a checked Call, and from there to one of the two paths.
+# From arguments to a checked Call, and from there to one of the two paths. What ran before skips all of that.
 
 
 def _convolution(
@@ -318,10 +324,14 @@ def _convolution(
     precision: str | None,
     **parameters: Any,
 ) -> Tensor:
-    call, unbatched = convolution_call(
-        function, rank, transposed, input, weight, bias, epilogue, precision, **parameters
-    )
-    return _apply(call, unbatched)
+    seen = fast_path.read(function, (input, weight, bias), tuple(parameters.values()), (epilogue,), precision)
+    out = fast_path.run(seen)
+    if out is None:
+        call, unbatched = convolution_call(
+            function, rank, transposed, input, weight, bias, epilogue, precision, **parameters
+        )
+        out = _apply(call, unbatched, seen)
+    return out
 
 
 def convolution_call(
@@ -467,7 +477,7 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _apply(call: Call, unbatched: bool) -> Tensor:
+def _apply(call: Call, unbatched: bool, seen: fast_path.Seen | None) -> Tensor:
     from jitconv import program
 
     reason = torch_path_reason(call)
@@ -486,6 +496,8 @@ def _apply(call: Call, unbatched: bool) -> Tensor:
             from jitconv import runtime
 
             out = runtime.run(call)
+            if seen is not None:
+                fast_path.remember(seen, call, runtime.prepared(call), unbatched)
     return out.squeeze(0) if unbatched else out
 
 

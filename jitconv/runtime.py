@@ -52,12 +52,15 @@ class Prepared:
 
 def run(call: Call) -> Tensor:
     """Run ``call`` with generated kernels on the current stream of the device of ``call.x``."""
-    signature = call.signature()
-    prepared = _prepared.get(signature)
-    if prepared is None:
-        prepared = _prepare(call, signature)
+    ready = prepared(call)
     count("generated_calls")
-    return _launch_all(prepared, call)
+    return _launch_all(ready, call)
+
+
+def prepared(call: Call) -> Prepared:
+    """The Program of ``call`` with its kernels loaded: from memory, else built."""
+    signature = call.signature()
+    return _prepared.get(signature) or _prepare(call, signature)
 
 
 def _launch_all(prepared: Prepared, call: Call) -> Tensor:

@@ -102,6 +102,13 @@ def count(event: str, n: int = 1, *, reason: str | None = None) -> None:
             _reasons[reason] = _reasons.get(reason, 0) + n
 
 
+def count_call(launches: int) -> None:
+    """Count a public call served by generated kernels and its launches, at the price of one ``count()``."""
+    with _lock:
+        _counts["generated_calls"] += 1
+        _counts["launches"] += launches
+
+
 def stats() -> Stats:
     """A consistent snapshot of the counters of this process."""
     with _lock:
