@@ -110,8 +110,8 @@ __device__ __forceinline__ float log1p_over(float e) {
     return fmaf(p, e, 1.0f);
 }
 
-// e^x - 1 for x <= 0; anything but a trap for the others. Near zero, where the difference cancels, the minimax fit of
-// (e^x - 1) / x (relative error 1.4e-7). Far from it e is small beside 1, and so is its error.
+// e^x - 1 for x <= 0; the caller drops the rest. Near zero, where the difference cancels, the minimax fit of
+// (e^x - 1) / x on x >= -0.55 (relative error 1.4e-7). Below, e^x is small enough beside 1 for its error to fit.
 __device__ __forceinline__ float expm1_of_negative(float x) {
     const float far = exp2_approximate(x * LOG2_E) - 1.0f;
     float p = 0.00667142775f;
