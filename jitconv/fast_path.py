@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jitconv.program import Call, KernelLaunch
     from jitconv.runtime import Prepared
 
-__all__ = ["Seen", "read", "remember", "run"]
+__all__ = ["Seen", "forget", "read", "remember", "run"]
 
 #: A key and its slots: the address of each tensor argument (0 for None), then a value for each operand of the chains,
 #: in the order in which they were given.
@@ -200,6 +200,12 @@ def remember(seen: Seen, call: Call, prepared: Prepared, unbatched: bool) -> Non
         _entries[key] = ready
         while len(_entries) > _LIMIT:
             del _entries[next(iter(_entries))]
+
+
+def forget() -> None:
+    """Forget every call: the next one of each is planned anew."""
+    with _lock:
+        _entries.clear()
 
 
 class _Ready:

@@ -99,7 +99,7 @@ def _prepare(call: Call, signature: tuple[Any, ...]) -> Prepared:
     program.bind_chains(call)
     device = call.x.device
     info = launch.device_info(device.index)
-    built = program.build(call, info.arch)
+    built = program.build(call, info.arch, info.name)
     kernels = tuple(loaded_kernel(step.kernel, step.shared_bytes, device.index) for step in built.launches)
     prepared = Prepared(built, kernels, device, info.sm_count)
     with _lock:
@@ -107,6 +107,12 @@ def _prepare(call: Call, signature: tuple[Any, ...]) -> Prepared:
         while len(_prepared) > _PREPARED_LIMIT:
             _prepared.popitem(last=False)
     return prepared
+
+
+def forget() -> None:
+    """Plan every call anew, as other tiles may have been measured to be faster. What is loaded stays loaded."""
+    with _lock:
+        _prepared.clear()
 
 
 def loaded_kernel(kernel: KernelPlan, shared_bytes: int, device: int) -> launch.LoadedKernel:

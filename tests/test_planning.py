@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jitconv import epilogue as E
-from jitconv import functional, program
+from jitconv import functional, planning, program
 from jitconv.architectures import KNOWN, limits_of
 from jitconv.families import RowTile, Tile, family
 from jitconv.layout import divisor
@@ -159,7 +159,7 @@ def test_strides_compile_another_kernel() -> None:
 def test_the_same_problem_has_another_plan() -> None:
     problem = build([NORM, POOL]).problem
     first = plan(problem, "sm_75")
-    plan.cache_clear()
+    planning._plan.cache_clear()
     assert plan(problem, "sm_75") == first
 
 

@@ -45,7 +45,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(launch, "device_info", lambda ordinal: SimpleNamespace(arch=device.arch, sm_count=132))
+    monkeypatch.setattr(launch, "device_info", lambda _: SimpleNamespace(name="", arch=device.arch, sm_count=132))
     monkeypatch.setattr(launch, "current_stream", lambda ordinal: 0)
     monkeypatch.setattr(launch, "is_capturing", lambda stream: device.capturing)
     monkeypatch.setattr(launch, "load", device.load)

@@ -276,7 +276,7 @@ from jitconv import functional, launch
 # A GPU is stood for as far as the store: what is loaded is launched nowhere.
 kernel = SimpleNamespace(launch=lambda *arguments: None)
 functional.torch_path_reason = lambda call: None
-launch.device_info = lambda ordinal: SimpleNamespace(arch="sm_90a", sm_count=132)
+launch.device_info = lambda ordinal: SimpleNamespace(name="NVIDIA H200", arch="sm_90a", sm_count=132)
 launch.current_stream = lambda ordinal: 0
 launch.is_capturing = lambda stream: False
 launch.load = lambda *arguments, **named: kernel
