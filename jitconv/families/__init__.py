@@ -99,7 +99,9 @@ class WgmmaTile:
     ``blocks`` share a multiprocessor. ``producers`` warpgroups fetch x: with ``depth`` items of a thread on their way,
     or by tensor copies (``copies``), "direct" into the halo ring, or "raw" into a ring of ``raws`` buffers from which
     they convert. A block that marches computes one plane d of outputs after the other and keeps the planes of x that
-    they share.
+    they share. A flat tile cuts its positions from the row of all of them, whatever sample they are of,
+    and counts every tap of every input channel as a channel: a matrix product, for filters that share no x between
+    outputs.
     """
 
     box: tuple[int, int]
@@ -120,6 +122,7 @@ class WgmmaTile:
     copies: str = ""
     raws: int = 0
     march: bool = False
+    flat: bool = False
 
     @property
     def consumers(self) -> int:
@@ -164,7 +167,8 @@ class WgmmaTile:
         start = 65536 // (self.threads * self.blocks) // 8 * 8
         total = start * (self.producers + self.consumers)
         sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
-        least = {"direct": 24, "raw": 40, "": 56}[self.copies]
+        # Splitting values takes more than rounding them, if the consumers can do without.
+        least = {"direct": 24, "raw": 56 if self.parts == 2 and sums <= 144 else 40, "": 56}[self.copies]
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
             # What the consumers can do without, loads on their way can use.

@@ -32,13 +32,15 @@ def _axes(problem: Problem, tile: WgmmaTile) -> list[tuple[int, int, int]]:
 
 def cells(problem: Problem, tile: WgmmaTile) -> int:
     """Cells of one plane of the halo ring (WgmmaTile::CELLS in templates/device/halo_wgmma.cuh)."""
+    if tile.flat:
+        return tile.box[0] * tile.box[1]
     (_, rows, _), (_, columns, classes) = _axes(problem, tile)
     return classes * (-(-rows * -(-columns // classes) // 8) * 8)
 
 
 def copies(problem: Problem, tile: WgmmaTile) -> str:
     """How tensor copies can fetch x: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
-    if not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
+    if tile.flat or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
         return ""
     if problem.groups > 1 and problem.in_channels // problem.groups % (tile.step_channels * tile.steps):
         return ""  # a box would reach into the next group
@@ -127,6 +129,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "copies": tile.copies,
             "raws": tile.raws,
             "march": tile.march,
+            "flat": tile.flat,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
@@ -164,6 +167,11 @@ def layout(kernel: KernelPlan) -> Layout:
         Field("segments", "divisor"),
         Field("boxes_h", "divisor"),
         Field("boxes_w", "divisor"),
+        *(
+            [Field("positions", "index"), *(Field(f"grid_{axis}", "divisor") for axis in "dhw")]
+            if kernel.tile.flat
+            else []
+        ),
         Field("x_extent", "index", count=3),
         Field("y_extent", "index", count=3),
         Field("x_stride", "index", count=5),
@@ -203,13 +211,21 @@ def _segment(kernel: KernelPlan, extents: Extents) -> int:
 def _boxes(kernel: KernelPlan, extents: Extents) -> tuple[int, int, int]:
     assert isinstance(kernel.tile, WgmmaTile)
     d, h, w = extents.value[0]
+    if kernel.tile.flat:
+        return 1, 1, -(-extents.batch * d * h * w // kernel.tile.box[1])
     return -(-d // _segment(kernel, extents)), -(-h // kernel.tile.box[0]), -(-w // kernel.tile.box[1])
+
+
+def _grid(extents: Extents) -> dict[str, int]:
+    d, h, w = extents.value[0]
+    return {"positions": extents.batch * d * h * w, "grid_d": d, "grid_h": h, "grid_w": w}
 
 
 def values(
     kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     p = kernel.problem
+    assert isinstance(kernel.tile, WgmmaTile)
     d, h, w = _boxes(kernel, extents)
     return {
         "tiles": grid(kernel, extents),
@@ -217,6 +233,7 @@ def values(
         "segments": d,
         "boxes_h": h,
         "boxes_w": w,
+        **(_grid(extents) if kernel.tile.flat else {}),
         "x_extent": extents.x,
         "y_extent": extents.value[0],
         "x_stride": strides["x"],
@@ -232,7 +249,7 @@ def grid(kernel: KernelPlan, extents: Extents) -> int:
     p, tile = kernel.problem, kernel.tile
     assert isinstance(tile, WgmmaTile)
     d, h, w = _boxes(kernel, extents)
-    return extents.batch * d * h * w * p.groups * pack_planes.channel_blocks(p, tile)
+    return (1 if tile.flat else extents.batch) * d * h * w * p.groups * pack_planes.channel_blocks(p, tile)
 
 
 def resident_blocks(kernel: KernelPlan) -> int:
@@ -268,7 +285,13 @@ def shared_bytes(kernel: KernelPlan) -> int:
     raws = tile.raws if tile.copies == "raw" else 1
     rings += raws * raw_bytes(p, tile) if tile.copies == "raw" else 128
     rings = -(-(rings + 8 * raws + 16 * (tile.units + tile.stages)) // 128) * 128
-    return -(-(rings + 4 * tile.units) // 128) * 128
+    behind = 4 * tile.units
+    if tile.flat:
+        # A number for every channel of every chunk, at its own alignment.
+        size = p.index_bits // 8
+        channels = tile.chunks(p.in_channels // p.groups * p.taps) * tile.step_channels * tile.steps
+        behind = -(-behind // size) * size + channels * size
+    return -(-(rings + behind) // 128) * 128
 
 
 threads = common.tile_threads

@@ -24,8 +24,10 @@ def channel_blocks(problem: Problem, tile: WgmmaTile) -> int:
 
 
 def _lines_of_a_block(problem: Problem, tile: WgmmaTile) -> int:
-    chunks = tile.chunks(problem.in_channels // problem.groups)
-    return chunks * problem.taps * 2 * tile.steps * tile.channels
+    channels = problem.in_channels // problem.groups
+    if tile.flat:
+        return tile.chunks(channels * problem.taps) * 2 * tile.steps * tile.channels
+    return tile.chunks(channels) * problem.taps * 2 * tile.steps * tile.channels
 
 
 def lines(problem: Problem, tile: WgmmaTile) -> int:
@@ -51,10 +53,12 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "tile": {
             "channels": tile.channels,
             "steps": tile.steps,
-            "chunks": tile.chunks(p.in_channels // p.groups),
+            "chunks": tile.chunks(p.in_channels // p.groups * (p.taps if tile.flat else 1)),
+            "flat": tile.flat,
             "permuted": tile.permuted,
         },
         "math": tile.math,
+        "x_along_k": p.x_memory_format == "channels_last",
         "packed_words": lines(p, tile) * tile.parts * 4,
         "flag_words": flags_of_a_block(p, tile),
         "declarations": layout(kernel).declarations(),

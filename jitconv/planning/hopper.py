@@ -39,6 +39,8 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
     shapes = [replace(tile, copies=conv_wgmma.copies(problem, tile)) for tile in _shapes(problem, math)]
     if problem.rank == 3 and problem.kernel_size[0] > 1 and problem.stride[0] == problem.dilation[0] == 1:
         shapes += [replace(tile, march=True) for tile in shapes]
+    if _is_product(problem):
+        shapes += list(_flat_shapes(problem, math))
     for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
         fitted = _fit(problem, shape, arch)
         if fitted is not None:
@@ -86,6 +88,29 @@ def _widths(outputs: int) -> list[int]:
     return whole[:1] + parts
 
 
+def _is_product(problem: Problem) -> bool:
+    """Whether outputs share no x, so that the convolution is a matrix product over all positions of all samples."""
+    apart = all(
+        k == 1 or stride >= (k - 1) * dilation + 1
+        for k, stride, dilation in zip(problem.kernel_size, problem.stride, problem.dilation, strict=True)
+    )
+    return apart and not problem.prologue and not any(before or after for before, after in problem.padding)
+
+
+def _flat_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
+    """Flat tiles whose rings have not been sized yet: positions are rows."""
+    split = math == "TF32X3"
+    halves = math in ("HALF", "BFLOAT16")
+    for blocks, consumers in ((2, 1), (1, 2)):
+        for n in _widths(problem.out_channels // problem.groups):
+            for strips in (1, 2, 3):
+                yield WgmmaTile(
+                    (1, 64 * strips * consumers), n, False, (1, 64), 1, consumers, math, 4, 1, 0, 0,
+                    promote_stages=1 if split else 0, blocks=blocks, flat=True,
+                    depth=2 if halves and not problem.x_vector else 4,
+                )  # fmt: skip
+
+
 def _steps(problem: Problem, math: str, taps: int) -> tuple[int, ...]:
     """Products along k in a chunk: few taps, or channels that lie side by side, want long chunks."""
     step = 8 if math in ("TF32", "TF32X3") else 16
@@ -116,6 +141,8 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     group_channels, outputs = problem.in_channels // problem.groups, problem.out_channels // problem.groups
     planes = problem.kernel_size[0] if problem.rank == 3 else 1
     taps = problem.taps // planes
+    if tile.flat:
+        group_channels, planes, taps = group_channels * problem.taps, 1, 1
     n, cells = tile.columns, float(conv_wgmma.cells(problem, tile))
     steps = tile.chunks(group_channels) * planes * tile.steps  # products along k, for each tap of a plane
     positions = tile.box[0] * tile.box[1]
@@ -130,7 +157,9 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     # A cell's 32 bytes are converted (and loaded) by so many instructions of a lane; the producers issue three in two
     # cycles.
     instructions = {"direct": 0.0, "raw": 36.0, "": 40.0 if problem.x_vector else 64.0}[tile.copies]
-    if not tile.copies and cells > 4 * 96:
+    if tile.flat:
+        instructions *= 1.5  # every tap of every channel has an offset of its own
+    elif not tile.copies and cells > 4 * 96:
         instructions *= 2.5  # where each cell lies is worked out every time
     stage = steps * cells * instructions * (1.4 if tile.parts == 2 else 1) / 32 / 1.5
     # Where channels are rows, channels_last outputs are stored one by one, others in pairs.
@@ -147,6 +176,8 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
 def _coverage(problem: Problem, tile: WgmmaTile) -> float:
     """Share of a tile's positions that exist, on average over typical sizes of the problem's class."""
     share = 1.0
+    if tile.flat:
+        return share
     for extent, size in zip(tile.box, problem.sizes, strict=True):
         if extent > 1:
             typical = _TYPICAL[size]
