@@ -157,9 +157,15 @@ def choice_for(problem: Problem, arch: str, gpu: str) -> Choice | None:
 
 @lru_cache(maxsize=4096)
 def _choice(problem: Problem, arch: str, gpu: str, directory: Path | None) -> Choice | None:
-    name = described(problem)
-    found = [("store", _from_store(name, arch, gpu, directory))]
-    table = shipped(gpu)
+    store, table = _open(directory), shipped(gpu)
+    if store is None and table is None:
+        return None
+    try:
+        name = described(problem)
+    except TypeError:
+        # In a trace of torch.jit sizes are tensors, and such a problem has no name.
+        return None
+    found = [("store", None if store is None else _from_store(store, name, arch, gpu))]
     if table is not None and table.arch == arch:
         found.append(("shipped", table.records.get(name)))
     for source, record in found:
@@ -320,9 +326,8 @@ def overview() -> list[tuple[str, str, int, int]]:
     return [(gpu, arch, mine, theirs) for (gpu, arch), (mine, theirs) in sorted(counts.items())]
 
 
-def _from_store(problem: str, arch: str, gpu: str, directory: Path | None) -> Record | None:
-    store = _open(directory)
-    entry = None if store is None else store.get(_key(gpu, arch, problem))
+def _from_store(store: Store, problem: str, arch: str, gpu: str) -> Record | None:
+    entry = store.get(_key(gpu, arch, problem))
     if entry is None:
         return None
     try:
