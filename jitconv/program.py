@@ -251,8 +251,9 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
         dtype=str(x.dtype).removeprefix("torch."),
         memory_format="channels_first" if call.memory_format == torch.contiguous_format else "channels_last",
         x_memory_format="channels_last" if channels_last else "channels_first",
+        # Rows are copied whole on Hopper only: elsewhere alignment would make two kernels of one.
         x_vector=_on_tensor_cores(call, arch)
-        and (_vectors_of_channels(x, g.groups) if channels_last else _vectors_of_rows(x)),
+        and (_vectors_of_channels(x, g.groups) if channels_last else arch == "sm_90a" and _vectors_of_rows(x)),
         sizes=_size_classes(call, values[0], arch),
         # Where precision changes nothing it is no part of the identity: one kernel serves every setting.
         precision=call.precision if call.operator == "conv" and x.dtype == torch.float32 else "ieee",
