@@ -1,11 +1,14 @@
 """Forward convolutions that people run, with what follows them, against eager PyTorch in both memory formats.
 
-    python examples/performance/layers.py [--output examples/performance] [--only TEXT]
+    python examples/performance/layers.py [--output examples/performance] [--only TEXT] [--rows A:B] [--compile MODE]
 
 The list was written down before anything was tuned to it. Each row is timed at the dtype it names: float32 at both of
 torch's settings for convolutions, tf32 (its default) and ieee, which jitconv follows; 16-bit types as they are. Peers:
-eager on NC* and eager on channels_last input, the chain included, and torch.compile with --compile. Timings as in
-headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
+eager on NC* and eager on channels_last input, the chain included, and with --compile torch.compile on both, in its
+mode "default" or "max-autotune". Kernels are compiled before anything is timed, by as many threads as there are cores.
+Timings as in headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
+
+--rows measures a part of the list, for machines that are lent by the minute; --output then adds to what is there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +101,38 @@ def _layers() -> list[Layer]:
 LAYERS = _layers()
 
 
-def measure(layer: Layer, dtype: torch.dtype, setting: str, compiled: bool) -> dict[str, Any]:
+def warm(layers: list[Layer]) -> None:
+    """Compile the kernels of all rows, in both memory formats, as a manifest names them."""
+    tables = []
+    for layer in layers:
+        operator = f"conv{len(layer.kernel)}d"
+        weight = [layer.k, layer.x[1] // layer.parameters.get("groups", 1), *layer.kernel]
+        steps = ", ".join('{ step = "add", other = "tensor" }' if s == "add" else f'"{s}"' for s in layer.follows)
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in layer.parameters.items()}
+        formats = ["channels_first"] if operator == "conv1d" else ["channels_first", "channels_last"]
+        for dtype in layer.dtypes:
+            for precision in ("tf32", "ieee") if dtype == "float32" else (None,):
+                for memory_format in formats:
+                    lines = [
+                        f"[row{len(tables)}]",
+                        f'operator = "{operator}"',
+                        f"input = {list(layer.x)}",
+                        f"weight = {weight}",
+                        "bias = true",
+                        f'dtype = "{dtype}"',
+                        f'memory_format = "{memory_format}"',
+                        f"epilogue = [{steps}]",
+                        *(f"{name} = {value}" for name, value in values.items()),
+                        *([f'precision = "{precision}"'] if precision else []),
+                    ]
+                    tables.append("\n".join(lines))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "layers.toml"
+        path.write_text("\n\n".join(tables) + "\n")
+        subprocess.run([sys.executable, "-m", "jitconv", "warm", str(path)], check=True)
+
+
+def measure(layer: Layer, dtype: torch.dtype, setting: str, mode: str | None) -> dict[str, Any]:
     """Times, errors and extra memory of one row, at torch's ``setting`` for convolutions in float32."""
 
     def randn(*shape: int) -> Tensor:
@@ -127,9 +164,11 @@ def measure(layer: Layer, dtype: torch.dtype, setting: str, compiled: bool) -> d
         steps_last = [E.add(r_last) if step == "add" else getattr(E, step)() for step in layer.follows]
         candidates["jitconv channels_last"] = lambda: fused(x_last, w, b, epilogue=steps_last, **layer.parameters)
         candidates["eager channels_last"] = lambda: chain(x_last, w_last, b, r_last)
-    if compiled:
-        function = torch.compile(chain, dynamic=False)
+    if mode is not None:
+        function = torch.compile(chain, dynamic=False, mode=mode)
         candidates["torch.compile"] = lambda: function(x, w, b, residual)
+        if last is not None:
+            candidates["torch.compile channels_last"] = lambda: function(x_last, w_last, b, r_last)
     times: dict[str, Timing] = interleaved(candidates, repeats=10)
     out = candidates["eager"]()
     flop = 2 * out.numel() * c * math.prod(layer.kernel)
@@ -140,33 +179,42 @@ def measure(layer: Layer, dtype: torch.dtype, setting: str, compiled: bool) -> d
     return {**row, "tflops": flop / ours / 1e9, "speed-up": best / ours, "difference": float(difference)}
 
 
+def _line(label: str, row: dict[str, Any], names: tuple[str, ...]) -> str:
+    cells = [f"{row[name]:.3f}" if name in row else "–" for name in names]
+    numbers = [f"{row['tflops']:.0f}", f"{row['speed-up']:.2f}", f"{row['difference']:.1e}"]
+    return "| " + " | ".join([label, *cells, *numbers]) + " |"
+
+
 def main() -> None:
     """Measure every layer and print (and keep) the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder for layers.md and layers.json; none: print only")
     parser.add_argument("--only", default="", help="measure the layers whose name contains this")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as a peer too (slow to start)")
+    parser.add_argument("--rows", default=":", help="measure layers A:B of the list only")
+    parser.add_argument("--compile", choices=("default", "max-autotune"), help="torch.compile as a peer; slow to start")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
-    names = ("jitconv", "jitconv channels_last", "eager", "eager channels_last", "torch.compile")
-    head = ["layer", "dtype", *names, "TFLOP/s", "times the best peer's speed", "difference from eager"]
+    first, last = (int(number) if number else None for number in options.rows.split(":"))
+    layers = [layer for layer in LAYERS[first:last] if options.only in layer.name]
+    warm(layers)
+    names = ("jitconv", "jitconv channels_last", "eager", "eager channels_last", "torch.compile",
+             "torch.compile channels_last")  # fmt: skip
+    head = ["layer and dtype", *names, "TFLOP/s", "times the best peer's speed", "difference from eager"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     print("\n".join(lines), flush=True)
-    record: dict[str, Any] = {}
-    for layer in LAYERS:
-        if options.only not in layer.name:
-            continue
+    earlier = options.output / "layers.json" if options.output else None
+    partial = options.rows != ":" or options.only
+    record: dict[str, Any] = json.loads(earlier.read_text()) if earlier and partial and earlier.exists() else {}
+    for layer in layers:
         for name in layer.dtypes:
             for setting in ("tf32", "ieee") if name == "float32" else ("ieee",):
                 row = measure(layer, getattr(torch, name), setting, options.compile)
-                label = setting if name == "float32" else name
-                record[f"{layer.name} {label}"] = row
-                cells = [f"{row[n]:.3f}" if n in row else "–" for n in names]
-                numbers = [f"{row['tflops']:.0f}", f"{row['speed-up']:.2f}", f"{row['difference']:.1e}"]
-                lines.append("| " + " | ".join([layer.name, label, *cells, *numbers]) + " |")
-                print(lines[-1], flush=True)
+                label = f"{layer.name} {setting if name == 'float32' else name}"
+                record[label] = row
+                print(_line(label, row, names), flush=True)
                 torch.cuda.empty_cache()
+    lines += [_line(label, row, names) for label, row in record.items()]
     speedups = [row["speed-up"] for row in record.values()]
     summary = f"{len(speedups)} rows, geometric mean {math.exp(sum(map(math.log, speedups)) / len(speedups)):.2f}"
     print(f"\n{summary}; {environment()}")
