@@ -24,6 +24,7 @@ from jitconv._version import __version__
 # first would decide whether `jitconv.stats` can be called.
 from jitconv.inspect import inspect
 from jitconv.stats import reset_stats, stats
+from jitconv.tune import tune
 
 if TYPE_CHECKING:
     from jitconv import epilogue, errors
@@ -51,6 +52,7 @@ __all__ = [
     "inspect",
     "reset_stats",
     "stats",
+    "tune",
 ]
 
 # Public name -> module that defines it; a name mapped to itself is that module.

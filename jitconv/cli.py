@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from jitconv.store import EntryInfo, Store
+    from jitconv.tuning import GpuModel, Result, Row, Study
     from jitconv.warm import Outcome, Report
 
 # Where output is no terminal there is no edge to wrap at, and a table must not be cut off.
@@ -82,6 +83,9 @@ _precision = click.option(
 )
 
 
+_jobs = click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time. Default: one per core.")
+
+
 @main.command()
 @click.argument("manifests", metavar="MANIFEST...", nargs=-1, required=True)
 @click.option(
@@ -92,8 +96,15 @@ _precision = click.option(
     help="Architectures to compile for, such as sm_90a,sm_80, or 'all'. Default: those of the GPUs here.",
 )
 @_precision
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time. Default: one per core.")
-def warm(manifests: Sequence[str], archs: tuple[str, ...], precision: str | None, jobs: int | None) -> None:
+@click.option(
+    "--gpu",
+    metavar="MODEL",
+    help="Compile only what this model runs, such as 'NVIDIA H200'. Default: what any model may, tuned tiles included.",
+)
+@_jobs
+def warm(
+    manifests: Sequence[str], archs: tuple[str, ...], precision: str | None, gpu: str | None, jobs: int | None
+) -> None:
     """Compile the kernels of manifests ahead of time; needs no GPU.
 
     MANIFEST is the path of a TOML file, the name of one that comes with jitconv (headline), or one entry of either
@@ -107,7 +118,7 @@ def warm(manifests: Sequence[str], archs: tuple[str, ...], precision: str | None
     from jitconv.warm import warm as run
 
     entries = [entry.at_precision(precision) for text in manifests for entry in select(text)]
-    planned = jobs_of(entries, chosen_archs(archs))
+    planned = jobs_of(entries, chosen_archs(archs), gpu)
     store = _store()
     with _progress(len(planned)) as show:
         report = run(planned, store, workers=jobs, progress=show)
@@ -158,7 +169,8 @@ def _print_report(report: Report, store: Store) -> None:
     for outcome in report.outcomes:
         numbers = ("–", "–") if outcome.state == "failed" else (str(outcome.registers), f"{outcome.spills} B")
         addresses = " ".join(outcome.job.addresses)
-        table.add_row(escape(addresses), outcome.job.arch, outcome.name, *numbers, _state(outcome))
+        tuned = f", tuned for {', '.join(outcome.job.gpus)}" if outcome.job.gpus else ""
+        table.add_row(escape(addresses), outcome.job.arch, outcome.name, *numbers, _state(outcome) + escape(tuned))
     _console().print(table)
     click.echo(
         f"kernels: {report.count('compiled')} compiled, {report.count('warm')} already warm, "
@@ -171,6 +183,11 @@ def _print_report(report: Report, store: Store) -> None:
 @click.option("--arch", "archs", metavar="ARCH", callback=_archs, help="Default: the current GPU's, else sm_90a.")
 @_precision
 @click.option(
+    "--gpu",
+    metavar="MODEL",
+    help="Show what this model runs, tuned tiles included, such as 'NVIDIA H200'. Default: the GPU that is here.",
+)
+@click.option(
     "--format",
     "form",
     type=click.Choice(["text", "source", "ptx", "sass", "json"]),
@@ -179,7 +196,9 @@ def _print_report(report: Report, store: Store) -> None:
     help="source needs no compiler; sass needs nvdisasm or cuobjdump; json is resources, constants and source.",
 )
 @click.option("--kernel", "index", type=click.IntRange(min=0), help="Only this kernel, counted from 0.")
-def inspect(address: str, archs: tuple[str, ...], precision: str | None, form: str, index: int | None) -> None:
+def inspect(
+    address: str, archs: tuple[str, ...], precision: str | None, gpu: str | None, form: str, index: int | None
+) -> None:
     """Show the source, PTX, SASS and resources of one problem.
 
     The kernels need not be warm.
@@ -191,7 +210,8 @@ def inspect(address: str, archs: tuple[str, ...], precision: str | None, form: s
     from jitconv.inspect import inspect_call
     from jitconv.manifest import find
 
-    found = inspect_call(find(address).at_precision(precision).call(), address, archs[0] if archs else None)
+    call = find(address).at_precision(precision).call()
+    found = inspect_call(call, address, archs[0] if archs else None, gpu)
     if index is not None:
         try:
             found = found.selected(index)
@@ -201,6 +221,103 @@ def inspect(address: str, archs: tuple[str, ...], precision: str | None, form: s
         click.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:
         click.echo(found.report() if form == "text" else getattr(found, form))
+
+
+@main.command()
+@click.argument("manifests", metavar="MANIFEST...", nargs=-1, required=True)
+@_precision
+@click.option("--limit", type=click.IntRange(min=1), help="Candidates to measure, the likeliest first. Default: all.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=20, show_default=True, help="Times that each one is timed."
+)
+@_jobs
+@click.option(
+    "--export",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write what is known of this model of GPU to this file, in the form in which jitconv ships it.",
+)
+def tune(
+    manifests: Sequence[str],
+    precision: str | None,
+    limit: int | None,
+    repeats: int,
+    jobs: int | None,
+    export: Path | None,
+) -> None:
+    """Measure tiles on the GPU and keep the fastest for its model.
+
+    For each entry every tile that may be the right one is compiled, checked against float64 and timed. One that beats
+    the default by more than 2 % is kept in the store, and calls on the same model of GPU take it from then on.
+
+    MANIFEST is the path of a TOML file, the name of one that comes with jitconv (headline), or one entry of either
+    (headline:w1).
+
+    Exit status: 1 when a candidate was wrong or did not compile, which is a fault of jitconv; else 0.
+    """
+    from jitconv.manifest import select
+    from jitconv.tune import exported, results
+    from jitconv.tuning import current_gpu
+
+    entries = [entry.at_precision(precision) for text in manifests for entry in select(text)]
+    gpu = current_gpu()
+    faults: list[str] = []
+    for result in results(entries, gpu, limit=limit, repeats=repeats, jobs=jobs, display=_studied):
+        _print_result(result)
+        faults += result.faults
+    _print_export(export, gpu, exported)
+    for fault in faults:
+        click.echo(f"error: {fault}", err=True)
+    if faults:
+        sys.exit(1)
+
+
+def _studied(study: Study) -> Any:
+    """The display of a study's compilation."""
+    click.echo(f"{study.title}: {len(study.tiles)} tiles, {len(study.jobs)} kernels, on {study.gpu.name}")
+    return _progress(len(study.jobs))
+
+
+def _print_result(result: Result) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tile", overflow="fold")
+    for heading in ("ms: median [10 %, 90 %]", "against heuristic", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    rows = sorted(result.rows, key=lambda row: (row.timing is None, row.timing.median if row.timing else 0.0))
+    for row in rows:
+        table.add_row(*_result_row(result, row), style="bold red" if row.state != "ok" else None)
+    _console().print(table)
+    click.echo(f"{result.title}: {_verdict_of(result)}\n")
+
+
+def _result_row(result: Result, row: Row) -> list[str]:
+    from rich.markup import escape
+
+    from jitconv.tuning import words
+
+    if row.timing is None:
+        return [words(row.tile), "–", "–", "–" if row.state == "failed" else f"{row.error:.1e}", escape(row.reason)]
+    base = result.heuristic.timing
+    ratio = f"{base.median / row.timing.median:.2f} × as fast" if base is not None else "–"
+    notes = ["heuristic"] * (row is result.heuristic) + ["winner"] * (row is result.winner)
+    return [words(row.tile), str(row.timing), ratio, f"{row.error:.1e}", ", ".join(notes)]
+
+
+def _verdict_of(result: Result) -> str:
+    if result.winner is None:
+        return "no candidate is right: nothing kept"
+    if result.winner is result.heuristic:
+        kept = ", kept in place of the one that jitconv ships" if result.stored else ""
+        return f"the heuristic's tile is the one to take{kept}"
+    return "the winner is kept" if result.stored else "the winner is the one that jitconv ships"
+
+
+def _print_export(export: Path | None, gpu: GpuModel, exported: Any) -> None:
+    if export is not None:
+        count = exported(gpu, export)
+        click.echo(f"{export}: {count} tuned problems of {gpu.name}")
 
 
 @main.group()
@@ -263,17 +380,28 @@ def info() -> None:
         "kernels": state.entries,
         "size": f"{size(state.size)} of {size(state.size_limit)} (JITCONV_CACHE_SIZE)",
         "moved aside": f"{state.quarantined} damaged or hostile files",
+        "tuned": _tuned_text(),
         "emulator": f"{size(_tree_size(state.path / 'emulator'))} of programs built for the CPU",
     }
     for name, value in rows.items():
         click.echo(f"{name:<12} {value}")
 
 
+def _tuned_text() -> str:
+    from jitconv.planning import tuned
+
+    known = [f"{mine} of {gpu} (and {shipped} shipped)" for gpu, _, mine, shipped in tuned.overview()]
+    return f"problems whose tiles were measured: {', '.join(known)}" if known else "no tiles measured (jitconv tune)"
+
+
 @cache.command()
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(yes: bool) -> None:
+@click.option("--tuned", "measured", is_flag=True, help="Also forget what 'jitconv tune' measured here.")
+def clear(yes: bool, measured: bool) -> None:
     """Remove every compiled kernel, and the emulator's programs."""
     import shutil
+
+    from jitconv.planning import tuned
 
     store = _store()
     if not yes:
@@ -281,6 +409,8 @@ def clear(yes: bool) -> None:
     removed = store.clear()
     shutil.rmtree(store.directory / "emulator", ignore_errors=True)
     click.echo(f"removed {removed} kernels from {store.directory}")
+    if measured:
+        click.echo(f"removed the tuned tiles of {tuned.clear()} problems")
 
 
 def _tree_size(folder: Path) -> int:

@@ -52,6 +52,7 @@ def examine() -> list[Check]:
         *_driver_matches(wanted),
         *_kernels(found, wanted),
         _store(),
+        *_tuned(found),
         _disassembler(),
         _compiler(),
     ]
@@ -226,6 +227,20 @@ def _store() -> Check:
             "store", "warn", f"{text}, {state.quarantined} files moved aside as damaged", "jitconv cache clear"
         )
     return Check("store", "ok", text)
+
+
+def _tuned(found: list[Gpu]) -> list[Check]:
+    """What was measured for the models here, each once."""
+    from jitconv.planning import tuned
+
+    known = {(gpu, arch): counts for gpu, arch, *counts in tuned.overview()}
+    checks = []
+    for name, arch in dict.fromkeys((gpu.name, gpu.arch) for gpu in found if gpu.arch is not None):
+        mine, shipped = known.get((name, arch), (0, 0))
+        text = f"{name}: tiles of {mine} problems measured on this machine, of {shipped} before this release"
+        remedy = "" if mine + shipped else "'jitconv tune MANIFEST' measures; until then a heuristic chooses"
+        checks.append(Check("tuned", "ok", text, remedy))
+    return checks
 
 
 def _disassembler() -> Check:

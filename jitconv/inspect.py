@@ -20,6 +20,7 @@ from jitconv.errors import JitconvError
 
 if TYPE_CHECKING:
     from jitconv.families import KernelPlan
+    from jitconv.planning.tuned import Choice
     from jitconv.problem import Problem
     from jitconv.program import Call, KernelLaunch
     from jitconv.render import Rendered
@@ -182,6 +183,8 @@ class Inspection:
     Attributes:
         title: how the call was named: an address or a function.
         arch, arch_reason: the architecture shown, and why that one.
+        gpu: the model of GPU whose tuned tiles count here, as torch names it; None where none do.
+        tuned: the measurement that chose the convolution's tile, None where the heuristic did.
         path: ``"generated"`` or ``"torch"``: what serves this call.
         path_reason: why torch does, else None. A CPU tensor takes torch's path; the kernels shown are then those of
             the same call on CUDA tensors.
@@ -195,6 +198,8 @@ class Inspection:
     title: str
     arch: str
     arch_reason: str
+    gpu: str | None
+    tuned: Choice | None
     path: str
     path_reason: str | None
     problem: Problem | None
@@ -250,6 +255,8 @@ class Inspection:
             "input_shape": list(self.input_shape),
             "output_shape": list(self.output_shape),
             "workspace_bytes": self.workspace_bytes,
+            "gpu": self.gpu,
+            "tuned": None if self.tuned is None else {"source": self.tuned.source, **self.tuned.record.as_dict()},
             "kernel_count": self.kernel_count,
             "kernels": [kernel.as_dict() for kernel in self.kernels],
         }
@@ -266,7 +273,9 @@ class Inspection:
         return "\n".join(f"// kernel {i}: {self.kernels[i].name}\n{part}" for i, part in enumerate(parts))
 
 
-def inspect(target: str | Callable[..., Any], /, *args: Any, arch: str | None = None, **kwargs: Any) -> Inspection:
+def inspect(
+    target: str | Callable[..., Any], /, *args: Any, arch: str | None = None, gpu: str | None = None, **kwargs: Any
+) -> Inspection:
     """What a call generates, without running it.
 
     Args:
@@ -275,6 +284,8 @@ def inspect(target: str | Callable[..., Any], /, *args: Any, arch: str | None = 
             ``precision`` it is torch's setting for convolutions, here as in a call.
         arch: architecture to compile for, such as ``"sm_80"``; default: that of the tensors' GPU, else of the
             current GPU, else sm_90a.
+        gpu: model whose tuned tiles are taken, as torch names it (``"NVIDIA H200"``); default: the GPU that ``arch``
+            comes from, else none, and the heuristic chooses.
 
     Raises:
         ManifestError: the address names no entry, or the entry no valid call.
@@ -291,30 +302,33 @@ def inspect(target: str | Callable[..., Any], /, *args: Any, arch: str | None = 
 
     if isinstance(target, str):
         if args or kwargs:
-            raise TypeError(f"inspect({target!r}): an address takes no arguments of a call; expected arch= at most")
-        return inspect_call(find(target).call(), target, arch)
+            raise TypeError(
+                f"inspect({target!r}): an address takes no arguments of a call; expected arch= and gpu= at most"
+            )
+        return inspect_call(find(target).call(), target, arch, gpu)
     call = call_of(target, *args, **kwargs)
-    return inspect_call(call, call.function, arch)
+    return inspect_call(call, call.function, arch, gpu)
 
 
-def inspect_call(call: Call, title: str, arch: str | None) -> Inspection:
+def inspect_call(call: Call, title: str, arch: str | None, gpu: str | None = None) -> Inspection:
     """As :func:`inspect`, for a checked Call."""
     from jitconv import program
     from jitconv.compilation import key_of
     from jitconv.functional import torch_path_reason
     from jitconv.problem import DTYPES
 
-    exact, arch_reason = _arch(call, arch)
+    exact, arch_reason, model = _target(call, arch, gpu)
     reason = torch_path_reason(call)
     if reason == "meta tensor":
         # A tensor without memory stands for one on a GPU: that is what a manifest means.
         reason = None
     kernels: tuple[KernelInspection, ...] = ()
-    problem, workspace = None, 0
+    problem, workspace, choice = None, 0, None
     dtype = str(call.x.dtype).removeprefix("torch.")
     if dtype in DTYPES:
-        built = program.build(call, exact)
+        built = program.build(call, exact, model)
         problem, shape, workspace = built.problem, built.shape, built.workspace_bytes
+        choice = built.plan.tuned
         kernels = tuple(
             KernelInspection(i, step, exact, key_of(step.kernel, exact)) for i, step in enumerate(built.launches)
         )
@@ -326,6 +340,8 @@ def inspect_call(call: Call, title: str, arch: str | None) -> Inspection:
         title=title,
         arch=exact,
         arch_reason=arch_reason,
+        gpu=model,
+        tuned=choice,
         path="generated" if reason is None else "torch",
         path_reason=reason,
         problem=problem,
@@ -337,18 +353,35 @@ def inspect_call(call: Call, title: str, arch: str | None) -> Inspection:
     )
 
 
-def _arch(call: Call, arch: str | None) -> tuple[str, str]:
+def _target(call: Call, arch: str | None, gpu: str | None) -> tuple[str, str, str | None]:
+    """The architecture to show, why it is that one, and the model of GPU whose tuned tiles count."""
+    from jitconv.machine import default_arch, gpus
+
+    if arch is None and gpu is not None:
+        from jitconv.planning import tuned
+
+        known = [arch_of for name, arch_of, _, _ in tuned.overview() if name == gpu]
+        if known:
+            return known[0], f"that of {gpu}", gpu
     if arch is not None:
-        exact = normalize_arch(arch)
-        return exact, "as asked" if exact == arch else f"asked for as {arch}"
-    if call.x.device.type == "cuda":
+        exact, reason = normalize_arch(arch), "as asked"
+        if exact != arch:
+            reason = f"asked for as {arch}"
+    elif call.x.device.type == "cuda":
         from jitconv.launch import device_info
 
         info = device_info(call.x.device.index)
-        return info.arch, f"that of GPU {info.ordinal}, {info.name}"
-    from jitconv.machine import default_arch
+        return info.arch, f"that of GPU {info.ordinal}, {info.name}", gpu or info.name
+    else:
+        exact, reason = default_arch()
+    if gpu is None:
+        import torch
 
-    return default_arch()
+        # An architecture that was asked for has many models; the one that is here is meant.
+        here = gpus()
+        current = here[torch.cuda.current_device()] if here else None
+        gpu = current.name if current is not None and current.arch == exact else None
+    return exact, reason, gpu
 
 
 def resident_blocks(arch: str, registers: int, threads: int, shared_bytes: int) -> int:

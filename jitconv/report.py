@@ -11,6 +11,7 @@ from jitconv.problem import StepSpec
 
 if TYPE_CHECKING:
     from jitconv.inspect import Inspection, KernelInspection, KernelResources
+    from jitconv.planning.tuned import Choice
 
 __all__ = ["baked", "inspection_report", "resources_line", "size", "step_text"]
 
@@ -112,6 +113,7 @@ def inspection_report(inspection: Inspection) -> str:
         ("path", _path(inspection)),
         ("arch", f"{inspection.arch} ({inspection.arch_reason})"),
         ("kernels", _count(inspection)),
+        *([("tile", _tuned(inspection.tuned))] if inspection.tuned is not None else []),
     ]
     parts = [inspection.title, _table(rows)]
     for kernel in inspection.kernels:
@@ -124,6 +126,15 @@ def _path(inspection: Inspection) -> str:
         return "generated kernels"
     text = f"torch ({inspection.path_reason})"
     return f"{text}; on a CUDA tensor: the kernels below" if inspection.kernels else text
+
+
+def _tuned(choice: Choice) -> str:
+    where = "by 'jitconv tune' on this machine" if choice.source == "store" else "before this release"
+    record = choice.record
+    return (
+        f"tuned for {choice.gpu}: measured {where}, {record.milliseconds:g} ms against the "
+        f"heuristic's {record.heuristic_milliseconds:g}"
+    )
 
 
 def _count(inspection: Inspection) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jitconv.errors import JitconvError
@@ -24,12 +24,16 @@ __all__ = ["Job", "Outcome", "Report", "fetch", "jobs_of", "warm"]
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to have in the store, and the addresses of the entries that need it."""
+    """One kernel to have in the store, and the addresses of the entries that need it.
+
+    ``gpus``: the models of GPU whose tuned tile it has; empty where the heuristic's has it too.
+    """
 
     key: str
     kernel: KernelPlan
     arch: str
     addresses: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,22 +70,33 @@ class Report:
         return tuple(dict.fromkeys(str(outcome.error) for outcome in self.outcomes if outcome.error is not None))
 
 
-def jobs_of(entries: Iterable[ManifestEntry], archs: Sequence[str]) -> list[Job]:
+def jobs_of(entries: Iterable[ManifestEntry], archs: Sequence[str], gpu: str | None = None) -> list[Job]:
     """The kernels that ``entries`` need on ``archs``, each once.
+
+    A model of GPU for which tiles were tuned runs other kernels than others of its architecture. So without ``gpu``
+    these are the kernels of every model that may run them: those by heuristic, and those of each model that there are
+    measurements for; with ``gpu`` (a name such as ``"NVIDIA H200"``) only what that model runs.
 
     Raises ManifestError for an entry that is no valid call, before anything is compiled.
     """
     from jitconv.compilation import key_of
+    from jitconv.planning.tuned import known_gpus
     from jitconv.program import build
 
+    models = {arch: [None, *known_gpus(arch)] if gpu is None else [gpu] for arch in archs}
     found: dict[str, Job] = {}
     for entry in entries:
+        call = entry.call()
         for arch in archs:
-            for step in build(entry.call(), arch).launches:
-                key = key_of(step.kernel, arch)
-                others = found[key].addresses if key in found else ()
-                addresses = tuple(dict.fromkeys((*others, entry.address)))
-                found[key] = Job(key, step.kernel, arch, addresses)
+            for model in models[arch]:
+                built = build(call, arch, model)
+                chosen = () if built.plan.tuned is None else (built.plan.tuned.gpu,)
+                for step in built.launches:
+                    key = key_of(step.kernel, arch)
+                    known = found.get(key, Job(key, step.kernel, arch, (), chosen))
+                    addresses = tuple(dict.fromkeys((*known.addresses, entry.address)))
+                    gpus = tuple(dict.fromkeys((*known.gpus, *chosen))) if known.gpus and chosen else ()
+                    found[key] = replace(known, addresses=addresses, gpus=gpus)
     return list(found.values())
 
 
