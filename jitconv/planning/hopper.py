@@ -39,7 +39,9 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
     shapes = [replace(tile, copies=conv_wgmma.copies(problem, tile)) for tile in _shapes(problem, math)]
     if problem.rank == 3 and problem.kernel_size[0] > 1 and problem.stride[0] == problem.dilation[0] == 1:
         shapes += [replace(tile, march=True) for tile in shapes]
-    if _is_product(problem):
+    # Tensor copies fetch boxes faster than loads fetch positions one by one, unless images are smaller than boxes.
+    small = min(problem.sizes) < 32 or not any(tile.copies for tile in shapes)
+    if _is_product(problem) and (problem.taps > 1 or small):
         shapes += list(_flat_shapes(problem, math))
     for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
         fitted = _fit(problem, shape, arch)
