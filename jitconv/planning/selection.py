@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from jitconv.families import HaloTile, KernelPlan, Tile, WgmmaTile
 from jitconv.planning.budget import misfit
-from jitconv.planning.hopper import choose_wgmma_tile, wgmma_tiles
+from jitconv.planning.hopper import wgmma_tiles
 from jitconv.planning.tensor_cores import _candidates as _halo_tiles
 from jitconv.planning.tensor_cores import choose_halo_tile
 from jitconv.planning.tiles import CANDIDATES, choose_tile
@@ -37,8 +37,11 @@ _WIDEST_FFMA = 64
 
 
 def heuristic_tile(problem: Problem, arch: str) -> ConvolutionTile:
-    """The tile that is taken where nothing has been measured."""
-    return choose_wgmma_tile(problem, arch) or choose_halo_tile(problem, arch) or choose_tile(problem)
+    """The tile that is taken where nothing has been measured: the first of the fastest family that fits."""
+    for tile in wgmma_tiles(problem, arch):
+        if misfit(_kernel(problem, tile), arch) is None:
+            return tile
+    return choose_halo_tile(problem, arch) or choose_tile(problem)
 
 
 def candidates(problem: Problem, arch: str) -> list[ConvolutionTile]:
