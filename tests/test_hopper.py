@@ -700,7 +700,8 @@ def meta_call(kind: str, spread: tuple[Any, ...]) -> Call:
         return empty.contiguous(memory_format=CHANNELS_LAST[rank]) if layout == "channels_last" else empty
 
     out = (width + 2 * (kernel // 2) - dilation * (kernel - 1) - 1) // stride + 1
-    weight, bias = torch.empty(k, c // groups, *(kernel,) * rank, device="meta", dtype=dtype), laid_out(k)
+    weight = torch.empty(k, c // groups, *(kernel,) * rank, device="meta", dtype=dtype)
+    bias = torch.empty(k, device="meta", dtype=dtype)
     steps = [E.gelu(), E.add(laid_out(2, k, *(out,) * rank))]
     return convolution_call(
         f"conv{rank}d", rank, False, laid_out(2, c, *(width,) * rank), weight, bias, steps, KINDS[kind][1],
