@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 import jitconv
-from jitconv import calls, functional, machine, program, reference, tuning
+from jitconv import calls, functional, launch, machine, program, reference, runtime, tuning
 from jitconv import epilogue as E
 from jitconv.cli import main
 from jitconv.compilation import key_of
@@ -614,6 +615,52 @@ def test_without_a_gpu_there_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.exit_code == 1
     assert "measured on the GPU" in done.stderr
     assert "jitconv warm" in done.stderr
+
+
+def test_a_runner_launches_something_else_than_a_call(
+    manifest: str, monkeypatch: pytest.MonkeyPatch, problem: Problem
+) -> None:
+    """The bytes of each launch are those of the runtime, but for the buffers, which runners share."""
+    launched: list[tuple[Any, ...]] = []
+    unloaded: list[str] = []
+
+    class Kernel:
+        def __init__(self, cubin: bytes, name: str, *, device: int, shared_bytes: int, arch: str) -> None:
+            self.name, self.shared_bytes = name, shared_bytes
+
+        def launch(self, *arguments: Any) -> None:
+            launched.append((self.name, self.shared_bytes, *arguments))
+
+        def unload(self) -> None:
+            unloaded.append(self.name)
+
+    monkeypatch.setattr(launch, "load", Kernel)
+    monkeypatch.setattr(launch, "device_info", lambda _: SimpleNamespace(sm_count=132))
+    monkeypatch.setattr(launch, "current_stream", lambda _: 77)
+    gpu = tuning.GpuModel(0, GPU, ARCH)
+    call = select(manifest)[0].call(tuning.random_tensors(torch.device("cpu")))
+    plan = tuning.study("layer", call, gpu)
+    buffers: dict[Any, Tensor] = {}
+    runners = []
+    for built in plan.programs:
+        entries = [Entry(b"", "", {"name": step.kernel.family}) for step in built.launches]
+        runners.append(tuning.Runner(call, built, entries, gpu, buffers))
+    assert len({runner.output.data_ptr() for runner in runners}) == 1
+    for runner, built in zip(runners, plan.programs, strict=True):
+        launched.clear()
+        runner.poison()
+        assert runner.output.isnan().all()
+        runner()
+        tensors = call.tensors()
+        for step, given in zip(built.launches, launched, strict=True):
+            tensors[step.writes] = buffers[step.writes, step.shape, step.dtype, step.memory_format]
+            expected = runtime.arguments(step, tensors, call.numbers())
+            blocks = step.blocks(132)
+            assert given == (step.kernel.family, step.shared_bytes, blocks, step.block, expected, 77)
+        assert tensors["y"] is runner.output
+        unloaded.clear()
+        runner.unload()
+        assert unloaded == [step.kernel.family for step in built.launches]
 
 
 # ---- comparing a part of a large output -----------------------------------------------------------------------------
