@@ -60,6 +60,7 @@ def tune(
     from jitconv.tuning import current_gpu
 
     gpu = current_gpu()
+    check_store()
     if isinstance(target, str):
         if args or kwargs:
             raise TypeError(f"tune({target!r}): an address takes no arguments of a call")
@@ -99,6 +100,13 @@ def results(
                 "are the same"
             ) from error
         yield _one(entry.address, call, gpu, limit, repeats, jobs, display)
+
+
+def check_store() -> None:
+    """Raise StoreUnavailableError where no winner could be kept: better before the measurement than after it."""
+    from jitconv.store import Store
+
+    Store.open(strict=True).close()
 
 
 def device_of(gpu: GpuModel) -> Any:

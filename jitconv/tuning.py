@@ -138,6 +138,14 @@ class Result:
         return best if _median(self.heuristic) > _WORTH_KEEPING * _median(best) else self.heuristic
 
     @property
+    def behind(self) -> float | None:
+        """Time of the heuristic's tile over that of the fastest one; None where either was not timed."""
+        best = self.fastest
+        if best is None or self.heuristic.timing is None:
+            return None
+        return _median(self.heuristic) / _median(best)
+
+    @property
     def faults(self) -> tuple[str, ...]:
         """What is wrong with candidates, in words."""
         return tuple(

@@ -31,7 +31,7 @@ from jitconv.planning.selection import ConvolutionTile, identity
 from jitconv.planning.tuned import InvalidRecordError, Record, Table
 from jitconv.problem import Problem
 from jitconv.program import Call, Program
-from jitconv.store import Entry, Store, default_store
+from jitconv.store import Entry, Store, StoreUnavailableError, default_store
 from jitconv.timing import Timing
 from jitconv.warm import jobs_of
 
@@ -578,6 +578,7 @@ def test_the_command_prints_what_it_found(bench: Bench, manifest: str, tmp_path:
     assert "2.00 × as fast" in row
     assert "heuristic" in next(line for line in lines if "1.00 ×" in line)
     assert "the winner is kept" in done.stdout
+    assert "takes 100% more time than the fastest one, in the median of 1 problems" in done.stdout
     assert "1 tuned problems" in done.stdout
     table = tuned.parse_table(out.read_text())
     assert (table.gpu, table.arch, len(table.records)) == (GPU, ARCH, 1)
@@ -605,6 +606,17 @@ def test_what_cannot_be_tuned_is_not_named(bench: Bench, tmp_path: Path, monkeyp
     monkeypatch.setattr(functional, "torch_path_reason", lambda call: "float64")
     with pytest.raises(JitconvError, match="float64"):
         jitconv.tune(jitconv.conv2d, torch.ones(1, 4, 5, 5), torch.ones(4, 4, 3, 3))
+
+
+def test_a_store_that_cannot_keep_the_winner_is_noticed_late(bench: Bench, manifest: str, directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o777)
+    done = run("tune", manifest)
+    assert done.exit_code == 1
+    assert str(directory) in done.stderr
+    with pytest.raises(StoreUnavailableError):
+        jitconv.tune(manifest)
+    assert bench.ran == []
 
 
 def test_without_a_gpu_there_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,10 +106,10 @@ def _kernel(problem: Problem, tile: ConvolutionTile) -> KernelPlan:
 
 
 def _spread(tiles: list[WgmmaTile]) -> list[WgmmaTile]:
-    """At most so many of ``tiles``, in their order: the best of each shape of product, then the best of the others."""
-    best: dict[tuple[bool, int, int], WgmmaTile] = {}
+    """At most so many of ``tiles``, in their order: the best of each kind, then the best of the others."""
+    best: dict[tuple[bool, int, int, bool, bool], WgmmaTile] = {}
     for tile in tiles:
-        best.setdefault((tile.channel_rows, tile.columns, tile.blocks), tile)
+        best.setdefault((tile.channel_rows, tile.columns, tile.blocks, tile.march, tile.flat), tile)
     chosen = list(best.values())
     wanted = [*chosen, *(tile for tile in tiles if tile not in chosen)][:_MOST_HOPPER]
     return [tile for tile in tiles if tile in wanted]
