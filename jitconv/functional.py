@@ -8,7 +8,7 @@ which path served a call, and why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -295,22 +295,20 @@ def depthwise_separable_conv2d(
     >>> jitconv.depthwise_separable_conv2d(x, dw, pw, padding=1, between=[E.relu6()]).shape
     torch.Size([1, 16, 6, 6])
     """
-    seen = fast_path.read(
-        "depthwise_separable_conv2d", (x, dw_weight, dw_bias, pw_weight, pw_bias), (stride, padding, dilation),
-        (between, epilogue), precision,
+    return _separable(
+        x, dw_weight, pw_weight, dw_bias, pw_bias, between, epilogue, precision,
+        stride=stride, padding=padding, dilation=dilation,
     )  # fmt: skip
-    out = fast_path.run(seen)
-    if out is None:
-        call, unbatched = separable_call(
-            x, dw_weight, pw_weight, dw_bias, pw_bias, between, epilogue, precision,
-            stride=stride, padding=padding, dilation=dilation,
-        )  # fmt: skip
-        out = _apply(call, unbatched, seen)
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------------
 # From arguments to a checked Call, and from there to one of the two paths. What ran before skips all of that.
+
+
+def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` for a caller that torch.compile traces: a break between two graphs, where tracing makes dozens."""
+    untraced: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def _convolution(
@@ -324,12 +322,40 @@ def _convolution(
     precision: str | None,
     **parameters: Any,
 ) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        untraced = _untraced(_convolution)
+        return untraced(function, rank, transposed, input, weight, bias, epilogue, precision, **parameters)
     seen = fast_path.read(function, (input, weight, bias), tuple(parameters.values()), (epilogue,), precision)
     out = fast_path.run(seen)
     if out is None:
         call, unbatched = convolution_call(
             function, rank, transposed, input, weight, bias, epilogue, precision, **parameters
         )
+        out = _apply(call, unbatched, seen)
+    return out
+
+
+def _separable(
+    x: Tensor,
+    dw_weight: Tensor,
+    pw_weight: Tensor,
+    dw_bias: Tensor | None,
+    pw_bias: Tensor | None,
+    between: Steps,
+    epilogue: Steps,
+    precision: str | None,
+    **parameters: Any,
+) -> Tensor:
+    tensors = (x, dw_weight, pw_weight, dw_bias, pw_bias)
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(_separable)(*tensors, between, epilogue, precision, **parameters)
+    seen = fast_path.read(
+        "depthwise_separable_conv2d", (x, dw_weight, dw_bias, pw_weight, pw_bias), tuple(parameters.values()),
+        (between, epilogue), precision,
+    )  # fmt: skip
+    out = fast_path.run(seen)
+    if out is None:
+        call, unbatched = separable_call(*tensors, between, epilogue, precision, **parameters)
         out = _apply(call, unbatched, seen)
     return out
 

@@ -372,6 +372,19 @@ def test_a_change_of_a_call_is_overlooked(
     assert len(fast_path._entries) > 35
 
 
+def test_a_misaligned_input_gets_the_kernel_of_an_aligned_one(device: Device) -> None:
+    # Rows of 32 bytes: where they start at multiples of 16, kernels read whole vectors.
+    aligned = torch.randn(2, 16, 8, 8)
+    other = misaligned(aligned)
+    assert aligned.data_ptr() % 16 == 0 != other.data_ptr() % 16
+    names = []
+    for x in (aligned, other, aligned, other):
+        device.launches.clear()
+        conv(x)
+        names.append(device.launches[-1][0])
+    assert names[0] == names[2] != names[1] == names[3]
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "different"),
     [
@@ -502,19 +515,29 @@ def test_the_sizes_of_a_trace_are_remembered(device: Device) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_caller_gets_the_address_of_its_first_call(device: Device) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: conv(x * 1) * 2, backend="eager")
-    inputs = [X.clone() for _ in range(4)]
+def test_a_compiled_caller_traces_a_call_or_keeps_an_address(device: Device, whole_way: list[str]) -> None:
+    from torch import _dynamo as dynamo
+
+    pw = torch.randn(8, 16, 1, 1)
+
+    def convolve(x: Tensor) -> Tensor:
+        return conv(x).sum() + jitconv.depthwise_separable_conv2d(x, W[:16, :1], pw, padding=1).sum()
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    compiled = torch.compile(convolve, backend="eager")
     with torch.no_grad():
-        for x in inputs:
-            compiled(x)
-        direct = torch.compile(lambda x: conv(x), backend="eager")
-        for x in inputs:
+        for x in [X.clone() for _ in range(4)]:
             device.launches.clear()
-            direct(x)
-            assert any(struct.pack("<Q", x.data_ptr()) in launched[3] for launched in device.launches)
-    torch._dynamo.reset()
+            compiled(x)
+            address = struct.pack("<Q", x.data_ptr())
+            names = [launched[0] for launched in device.launches if address in launched[3]]
+            assert len(names) == 2
+    traced = dynamo.utils.counters["frames"]["total"]
+    dynamo.reset()
+    # Of this file, of the public functions, and what is left of them behind the break.
+    assert traced < 30
+    assert whole_way == ["conv2d", "depthwise_separable_conv2d"]
 
 
 def test_a_chain_that_was_deepcopied_loses_its_key(device: Device, whole_way: list[str]) -> None:

@@ -100,6 +100,15 @@ def test_another_number_prepares_a_call_anew_or_is_not_passed(device: Device) ->
     assert [struct.pack("<f", f) in arguments for arguments in device.launches for f in factors] == [1, 0, 0, 1]
 
 
+def test_a_norm_with_a_weight_is_launched_for_one_with_a_bias(device: Device) -> None:
+    """Both have one row of the same shape, and the first prepared one served the other: its bias was a null pointer."""
+    x, row = torch.ones(1, 4, 5, 6), torch.ones(6)
+    for norm in (E.layer_norm(6, row), E.layer_norm(6, None, row), E.layer_norm(6, row, row)):
+        runtime.run(calls.call_of(jitconv.conv2d, x, WEIGHT, padding=1, epilogue=[norm]))
+        assert struct.pack("<Q", row.data_ptr()) in device.launches[-1]
+    assert len(runtime._prepared) == 3
+
+
 def test_a_kernel_is_loaded_while_a_graph_is_captured(device: Device) -> None:
     device.capturing = True
     with pytest.raises(KernelNotWarmedError, match="call the same function once"):
