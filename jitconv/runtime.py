@@ -6,8 +6,9 @@
                     │ no
                     └► build Program ─► for each kernel: loaded? ─► key ─► store ─► compile once, publish ─► load
 
-A warm call is one dictionary look-up, one output allocation and the launches: nothing is rendered, hashed or
-asked of the device.
+A call that is prepared is one dictionary look-up, its allocations and its launches: nothing is rendered, compiled or
+asked of the device. A call without gradients does not even get here a second time: fast_path.py recognises it by its
+arguments, before they are checked.
 """
 
 from __future__ import annotations
