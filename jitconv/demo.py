@@ -86,8 +86,8 @@ _LIMITS = {"tf32": 1e-3, "ieee": 1e-5}
 #: How a setting is called beside times.
 _LABELS = {"tf32": "TF32", "ieee": "fp32"}
 
-#: The small inputs keep channels, filters, the width that LayerNorm normalises and the class of sizes and alignment: the
-#: kernels are the same ones.
+#: The small inputs keep channels, filters, the width that LayerNorm normalises and the class of sizes and alignment:
+#: the kernels are the same ones.
 HEADLINES = (
     Headline("headline:w1", "conv3d → mish → tanh", _w1, (1, 32, 4, 19, 20), ("tf32", "ieee")),
     Headline("headline:w2", "conv_transpose3d → + s → layer_norm(64) → avg_pool(2) → gelu", _w2, (1, 32, 2, 2, 32)),

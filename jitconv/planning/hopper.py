@@ -56,7 +56,9 @@ def _shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
     flat = problem.rank == 1
     taps = problem.kernel_size[-1] * (1 if flat else problem.kernel_size[-2])
     for steps in _steps(problem, math, taps):
-        stage_taps = max(n for n in range(1, taps + 1) if taps % n == 0 and (n == 1 or n * steps <= 8) and n <= 7)
+        # A stage is also what the tensor core sums of a split product: four steps along k cost fp32's accuracy nothing.
+        most = 4 if split else 8
+        stage_taps = max(n for n in range(1, taps + 1) if taps % n == 0 and (n == 1 or n * steps <= most) and n <= 7)
         common = {"math": math, "steps": steps, "stage_taps": stage_taps, "stages": 0, "units": 0,
                   "promote_stages": 1 if split else 0,
                   # 32 loads of a thread on their way.
