@@ -88,20 +88,20 @@ def read(
         return None
     if forward_ad._current_level >= 0:
         return None  # a tangent shows in no attribute
-    if not _SIMPLE.issuperset(map(type, parameters)):
-        frozen = _frozen(parameters)
-        if frozen is None:
-            return None
-        parameters = frozen
     if precision is None:
         precision = torchs()
     elif type(precision) is not str:
         return None
     recording = torch.is_grad_enabled()
     dtype, device = x.dtype, x.device
-    key: list[Any] = [function, precision, parameters, dtype, device]
     slots: list[Any] = []
     try:
+        if not _SIMPLE.issuperset(map(type, parameters)):
+            frozen = _frozen(parameters)
+            if frozen is None:
+                return None
+            parameters = frozen
+        key: list[Any] = [function, precision, parameters, dtype, device]
         for tensor in tensors:
             if tensor is None:
                 key.append(None)
@@ -117,7 +117,7 @@ def read(
         if not _read_chains(chains, device, recording, key, slots):
             return None
     except RuntimeError:
-        return None  # sparse, nested and transformed tensors have no strides or no address
+        return None  # sparse, nested and transformed tensors have no strides or no address; a list may hold itself
     return tuple(key), slots
 
 

@@ -258,6 +258,9 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 ROW = torch.randn(9)
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
 #: Changes of :func:`conv` that need another kernel, another output, other arguments, or are mistakes.
 CHANGES: dict[str, dict[str, Any]] = {
     "misaligned input": {"x": misaligned(X)},
@@ -285,6 +288,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stride 1.0": {"stride": 1.0},
     "stride (True, 1)": {"stride": (True, 1)},
     "stride [1, 1.0]": {"stride": [1, 1.0]},
+    "stride that holds itself": {"stride": ENDLESS},
     "stride of numpy": {"stride": np.int64(1)},
     "stride bool of numpy": {"stride": np.bool_(True)},
     "stride a tensor": {"stride": torch.tensor(2)},
@@ -606,6 +610,15 @@ def test_entries_grow_without_bound(device: Device, whole_way: list[str], monkey
     conv(X.new_ones(1, 16, 3, 5))
     assert len(whole_way) == 1
     assert len(fast_path._entries) == 8
+
+
+def test_a_call_outlives_its_plan(device: Device, whole_way: list[str]) -> None:
+    for _ in range(2):
+        conv()
+        conv()
+        runtime.forget()
+        fast_path.forget()
+    assert len(whole_way) == 2
 
 
 def test_an_entry_keeps_a_tensor_alive(device: Device) -> None:
