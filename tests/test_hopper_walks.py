@@ -7,6 +7,8 @@ import torch
 
 from jitconv import program
 from jitconv.families import WgmmaTile
+from jitconv.planning import plan_with_tile
+from jitconv.planning.budget import misfit
 from jitconv.planning.hopper import wgmma_tiles
 from tests.test_hopper import ARCH, Hopper, check, choose, made, run, tiles
 
@@ -82,3 +84,13 @@ def test_channels_of_a_group_are_stored_as_an_unaligned_vector(kind: str) -> Non
     hopper = Hopper(kind, (2, 16, 6, 9), 40, (3, 3), "channels_last", parameters={"groups": 2})
     case = hopper.case()
     check(case, kind, choose(made(case, kind), lambda tile: tile.permuted))
+
+
+def test_a_tile_that_does_not_fit_is_offered() -> None:
+    problems = [hopper.case() for hopper in (*PRODUCTS.values(), *MARCHES.values())]
+    kinds = [hopper.kind for hopper in (*PRODUCTS.values(), *MARCHES.values())]
+    for case, kind in zip(problems, kinds, strict=True):
+        problem = program.build(made(case, kind), ARCH).problem
+        for tile in wgmma_tiles(problem, ARCH):
+            kernel = plan_with_tile(problem, tile).kernels[-1]
+            assert misfit(kernel, ARCH) is None, tile

@@ -278,9 +278,12 @@ def raw_bytes(problem: Problem, tile: WgmmaTile) -> int:
 
 
 def shared_bytes(kernel: KernelPlan) -> int:
-    """Size of Storage: the rings, their barriers and a word for each unit."""
-    p, tile = kernel.problem, kernel.tile
-    assert isinstance(tile, WgmmaTile)
+    assert isinstance(kernel.tile, WgmmaTile)
+    return storage_bytes(kernel.problem, kernel.tile)
+
+
+def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
+    """Size of Storage: the rings, their barriers, a word for each unit, and a flat tile's offsets."""
     rings = -(-(tile.units * unit_bytes(p, tile) + tile.stages * stage_bytes(tile)) // 128) * 128
     raws = tile.raws if tile.copies == "raw" else 1
     rings += raws * raw_bytes(p, tile) if tile.copies == "raw" else 128

@@ -198,25 +198,29 @@ def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     # A product's sums, their addresses and descriptors: ptxas asks for that many registers at the start of a block.
     if tile.columns // 2 + 26 > limits.registers_sm // (tile.threads * tile.blocks):
         return None
-    budget = min(limits.shared_block, limits.shared_sm // tile.blocks - limits.shared_reserved) - 512
-    unit, stage = conv_wgmma.unit_bytes(problem, tile), conv_wgmma.stage_bytes(tile)
+    # Shared memory is given out by 128 bytes.
+    budget = min(limits.shared_block, (limits.shared_sm // tile.blocks - limits.shared_reserved) // 128 * 128)
     if tile.copies == "raw":
         tile = replace(tile, raws=2)
-        budget -= 2 * conv_wgmma.raw_bytes(problem, tile)
     least, most = 2, _MOST_UNITS
     if tile.march:
         # All planes of the filter, and some of the next plane.
         chunks = tile.chunks(problem.in_channels // problem.groups)
         least, most = chunks * problem.kernel_size[0] + 1, chunks * (problem.kernel_size[0] + 1)
-    if unit >= 2**18 or least * unit + 2 * stage > budget:
-        return None
+
+    def fits(units: int, stages: int) -> bool:
+        return conv_wgmma.storage_bytes(problem, replace(tile, units=units, stages=stages)) <= budget
+
     units, stages = least, 2
+    # A descriptor reaches 2^18 bytes far.
+    if conv_wgmma.unit_bytes(problem, tile) >= 2**18 or not fits(units, stages):
+        return None
     while True:
-        if stages < _MOST_STAGES and stages < 2 * (units - least + 2) and units * unit + (stages + 1) * stage <= budget:
+        if stages < _MOST_STAGES and stages < 2 * (units - least + 2) and fits(units, stages + 1):
             stages += 1
-        elif units < most and (units + 1) * unit + stages * stage <= budget:
+        elif units < most and fits(units + 1, stages):
             units += 1
-        elif stages < _MOST_STAGES and units * unit + (stages + 1) * stage <= budget:
+        elif stages < _MOST_STAGES and fits(units, stages + 1):
             stages += 1
         else:
             return replace(tile, units=units, stages=stages)
