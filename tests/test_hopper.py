@@ -766,3 +766,11 @@ def test_ptxas_spills_or_serialises(spread: tuple[Any, ...]) -> None:
         if preference == 0:
             assert not found.resources.spills, f"{kind}, {tile}: {found.resources}"
             assert not compiled(packing).resources.spills
+
+
+@pytest.mark.xfail(strict=True, reason="few bytes of the producers, which load every element by itself")
+@pytest.mark.parametrize("kind", ["half", "ieee"])
+def test_groups_of_rows_that_are_no_vectors_spill(kind: str) -> None:
+    call = meta_call(kind, (1, 128, 128, 3, 1, 1, 4, "contiguous", 63))
+    found = compiled(built(call, choose(call)).launches[1].kernel)
+    assert not found.resources.spills, f"{found.resources}"
