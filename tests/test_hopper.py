@@ -349,7 +349,6 @@ def test_a_sample_depends_on_its_batch(kind: str) -> None:
         assert torch.equal(run(alone, tile), whole[i : i + 1])
 
 
-@pytest.mark.xfail(strict=True, reason="a flat tile that met such a value in one sample holds outputs of others too")
 def test_a_sample_depends_on_values_that_do_not_split_in_others() -> None:
     case = Hopper("ieee", (3, 20, 9, 15), 40, (3, 3), parameters={"stride": 3}).case()
     case.x[0, 0, 0, 0] = 1e-39
@@ -768,7 +767,6 @@ def test_ptxas_spills_or_serialises(spread: tuple[Any, ...]) -> None:
             assert not compiled(packing).resources.spills
 
 
-@pytest.mark.xfail(strict=True, reason="few bytes of the producers, which load every element by itself")
 @pytest.mark.parametrize("kind", ["half", "ieee"])
 def test_groups_of_rows_that_are_no_vectors_spill(kind: str) -> None:
     call = meta_call(kind, (1, 128, 128, 3, 1, 1, 4, "contiguous", 63))

@@ -172,7 +172,8 @@ class WgmmaTile:
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
             # What the consumers can do without, loads on their way can use.
-            consumer = min(consumer, max(start, -(-(sums + (32 if self.promote_stages else 56)) // 8) * 8))
+            needs = sums + (32 if self.promote_stages else 56)
+            consumer = min(consumer, max(start, 152, -(-needs // 8) * 8))
         producer = min(start, (total - consumer * self.consumers) // self.producers // 8 * 8)
         return producer, consumer
 

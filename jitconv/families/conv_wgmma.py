@@ -293,6 +293,8 @@ def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
         # A number for every channel of every chunk, at its own alignment.
         size = p.index_bits // 8
         channels = tile.chunks(p.in_channels // p.groups * p.taps) * tile.step_channels * tile.steps
+        # And for split products a word for every cell of every unit.
+        behind += 4 * tile.units * cells(p, tile) if tile.parts == 2 else 0
         behind = -(-behind // size) * size + channels * size
     return -(-(rings + behind) // 128) * 128
 
