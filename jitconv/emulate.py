@@ -64,7 +64,7 @@ _SANITIZED = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-_FAST = ("-O2",)
+_FAST = ("-O1",)
 # Instrumented as for ThreadSanitizer, but linked with the emulator's own race detector.
 _RACES = ("-O1", "-g1", "-fsanitize=thread", "-fPIE", "-DJITCONV_RACES=true")
 # The runtime checks what it touches itself; instrumented it would take most of the time.

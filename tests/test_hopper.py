@@ -667,7 +667,7 @@ def test_a_wait_or_fence_is_not_needed(name: str) -> None:
             # What this kernel does not come by, another one does.
             if noticed(call, tile, mutated(kernel, file, "\n".join(lines)), expected):
                 survived.add(f"{file or kernel.name}: {mutation.statement}")
-    assert removed > 2
+    assert removed >= 2
     assert survived <= UNNOTICED
 
 

