@@ -62,7 +62,9 @@ print(json.dumps({{
 
 
 # Every name together takes about 100 ms, and half as much again where another process shares the core.
-@pytest.mark.parametrize(("statement", "limit"), zip(IMPORTS.values(), (0.150, 0.250), strict=True), ids=IMPORTS.keys())
+@pytest.mark.parametrize(
+    ("statement", "limit"), list(zip(IMPORTS.values(), (0.150, 0.250), strict=True)), ids=IMPORTS.keys()
+)
 def test_import_adds_less_than_150_ms_to_torch(statement: str, limit: float) -> None:
     # CPU time of a process and a median: a busy machine does not make it longer. Forks of one
     # process that has imported torch, because that takes far longer than what is measured.
