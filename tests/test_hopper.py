@@ -638,9 +638,9 @@ MUTATED = {
     "one consumer": (None,),
     "promoted": (HEADER,),
     "tensor copies": (None,),
-    "raw boxes": (None, HEADER),
+    "raw boxes": (None,),
     "flat": (None,),
-    "march": (None, HEADER),
+    "march": (HEADER,),
 }
 
 #: What may be removed without notice. release(): the lanes of a warp have come out of wgmma_wait_group together; the
