@@ -6,16 +6,18 @@ warp that packed some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, WgmmaTile, common
-from jitconv.layout import Field, Layout
+from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_weights
 from jitconv.problem import Problem
 
 TEMPLATE = "pack_planes.cu.j2"
 
 _THREADS = 256
+
+# Weights in, words out, as in the other packing kernel.
+layout = pack_weights.layout
+values = pack_weights.values
 
 
 def channel_blocks(problem: Problem, tile: WgmmaTile) -> int:
@@ -64,22 +66,6 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
     }
-
-
-def layout(kernel: KernelPlan) -> Layout:
-    source = f"const {common.ELEMENT[kernel.source_dtype]}"
-    fields = (
-        Field("weight", "pointer", source),
-        Field("y", "pointer", "uint32_t"),
-        Field("weight_stride", "index", count=5),
-    )
-    return Layout(fields, kernel.problem.index_bits)
-
-
-def values(
-    kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    return {"weight_stride": strides["weight"]}
 
 
 def _warps(problem: Problem, tile: WgmmaTile) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from jitconv.architectures import limits_of
 from jitconv.families import WgmmaTile, conv_wgmma
@@ -56,13 +57,19 @@ def _shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
     flat = problem.rank == 1
     taps = problem.kernel_size[-1] * (1 if flat else problem.kernel_size[-2])
     for steps in _steps(problem, math, taps):
-        # A stage is also what the tensor core sums of a split product: four steps along k cost fp32's accuracy nothing.
+        # A stage is also what the tensor core sums of a split product, and it truncates: four steps along k at most.
         most = 4 if split else 8
         stage_taps = max(n for n in range(1, taps + 1) if taps % n == 0 and (n == 1 or n * steps <= most) and n <= 7)
-        common = {"math": math, "steps": steps, "stage_taps": stage_taps, "stages": 0, "units": 0,
-                  "promote_stages": 1 if split else 0,
-                  # 32 loads of a thread on their way.
-                  "depth": 2 if math in ("HALF", "BFLOAT16") and not problem.x_vector else 4}  # fmt: skip
+        common: dict[str, Any] = {
+            "math": math,
+            "steps": steps,
+            "stage_taps": stage_taps,
+            "stages": 0,
+            "units": 0,
+            "promote_stages": 1 if split else 0,
+            # 32 loads of a thread on their way.
+            "depth": 2 if math in ("HALF", "BFLOAT16") and not problem.x_vector else 4,
+        }
         for blocks, consumers in ((2, 1), (1, 2)):
             # Channels as rows.
             for channels in (64, 128):
@@ -74,15 +81,15 @@ def _shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
                         if channels == 64 * consumers and consumers > 1 and strips == 1:
                             groups = (consumers, 1)
                         box, strip = _box(columns, strips, groups[1], flat)
-                        yield WgmmaTile(box, channels, True, strip, *groups, blocks=blocks, **common)  # type: ignore[arg-type]
+                        yield WgmmaTile(box, channels, True, strip, *groups, blocks=blocks, **common)
             # Positions as rows.
             for n in _widths(outputs):
                 for strips in (1, 2, 3, 4, 6, 8):
                     box, strip = _box(64, strips, consumers, flat)
-                    yield WgmmaTile(box, n, False, strip, 1, consumers, blocks=blocks, **common)  # type: ignore[arg-type]
+                    yield WgmmaTile(box, n, False, strip, 1, consumers, blocks=blocks, **common)
                     if consumers > 1 and outputs > n and n >= 64 and strips <= 2:
                         box, strip = _box(64, strips, 1, flat)
-                        yield WgmmaTile(box, 2 * n, False, strip, 2, 1, blocks=blocks, **common)  # type: ignore[arg-type]
+                        yield WgmmaTile(box, 2 * n, False, strip, 2, 1, blocks=blocks, **common)
 
 
 def _widths(outputs: int) -> list[int]:
