@@ -24,7 +24,7 @@ __device__ __forceinline__ bool is_vector(const T* tensor, const Index (&stride)
            reinterpret_cast<uintptr_t>(tensor) % (ALIGNED * sizeof(T)) == 0;
 }
 
-// COUNT elements of the tensor that a POINTER points to, as vectors that are on their way.
+// COUNT elements of the tensor that a POINTER points to, on their way.
 template <class POINTER, int COUNT>
 struct AheadRun;
 
@@ -32,44 +32,29 @@ template <class T, int COUNT>
 struct AheadRun<const T*, COUNT> {
     static constexpr int PIECE = COUNT * sizeof(T) > 16 ? 16 / sizeof(T) : COUNT;
     static constexpr int WORDS = (COUNT * sizeof(T) + 3) / 4;
-    Vector<T, PIECE> piece[(COUNT + PIECE - 1) / PIECE];
+    static_assert(COUNT % PIECE == 0, "a run is whole vectors");
+    Vector<T, PIECE> piece[COUNT / PIECE];
+
+    __device__ __forceinline__ float operator[](int i) const { return to_float(piece[i / PIECE].element[i % PIECE]); }
 };
 
-// Loads a whole run from `first` on, if it is to be read as vectors; load_run() then finds it there.
+// Loads the elements from `first` on. `vector`: what is_vector says, and first is at a multiple of COUNT. Of a run that
+// is only partly `inside`, the last element that is stands for those that are not.
 template <int AXIS, class T, class Index, int COUNT>
 __device__ __forceinline__ void load_ahead(
-    AheadRun<const T*, COUNT>& ahead, const T* tensor, const Coordinate<Index>& first, const Index (&stride)[5],
-    bool as_vectors) {
-    using Run = AheadRun<const T*, COUNT>;
-    if constexpr (COUNT % Run::PIECE == 0) {
-        if (as_vectors) {
-            const T* source = tensor + offset_of(first, stride);
-#pragma unroll
-            for (int i = 0; i < COUNT / Run::PIECE; ++i) {
-                ahead.piece[i] = load_vector<Run::PIECE>(source + i * Run::PIECE);
-            }
-        }
-    }
-}
-
-// COUNT elements from `first` on, as floats. `vector`: what is_vector says, and first is at a multiple of COUNT: a run
-// that is wholly `inside` is in `ahead`. Of one that is only partly so, the last element that is stands for those that
-// are not.
-template <int AXIS, class T, class Index, int COUNT>
-__device__ __forceinline__ void load_run(
-    float (&values)[COUNT], const AheadRun<const T*, COUNT>& ahead, const T* tensor, const Coordinate<Index>& first,
-    const Index (&stride)[5], int inside, bool vector) {
-    using Run = AheadRun<const T*, COUNT>;
+    AheadRun<const T*, COUNT>& ahead, const T* tensor, const Coordinate<Index>& first, const Index (&stride)[5], int inside,
+    bool vector) {
+    constexpr int PIECE = AheadRun<const T*, COUNT>::PIECE;
+    const T* source = tensor + offset_of(first, stride);
     if (vector && inside == COUNT) {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            values[i] = to_float(ahead.piece[i / Run::PIECE].element[i % Run::PIECE]);
+        for (int i = 0; i < COUNT / PIECE; ++i) {
+            ahead.piece[i] = load_vector<PIECE>(source + i * PIECE);
         }
     } else {
-        const T* source = tensor + offset_of(first, stride);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            values[i] = to_float(source[min(i, inside - 1) * stride[AXIS]]);
+            ahead.piece[i / PIECE].element[i % PIECE] = source[min(i, inside - 1) * stride[AXIS]];
         }
     }
 }
@@ -112,14 +97,13 @@ __device__ __forceinline__ void prefetch_box(
     }
 }
 
-// Writes the elements that are `inside`, each rounded once.
-template <int COUNT, int AXIS, class T, class Index>
-__device__ __forceinline__ void store_run(
-    const float (&values)[COUNT], T* tensor, const Coordinate<Index>& first, const Index (&stride)[5], int inside,
-    bool vector) {
-    T* target = tensor + offset_of(first, stride);
+// Writes the elements that are `inside`, each rounded once; they lie `step` apart from `target` on. `vector`: what
+// is_vector says.
+template <int COUNT, class T, class Index>
+__device__ __forceinline__ void store_run(const float (&values)[COUNT], T* target, Index step, int inside, bool vector) {
     constexpr int PIECE = COUNT * sizeof(T) > 16 ? 16 / sizeof(T) : COUNT;
-    if (vector && inside == COUNT) {
+    const bool whole = vector && inside == COUNT;
+    if (whole) {
 #pragma unroll
         for (int i = 0; i < COUNT; i += PIECE) {
             Vector<T, PIECE> piece;
@@ -129,11 +113,13 @@ __device__ __forceinline__ void store_run(
             }
             store_vector(target + i, piece);
         }
-    } else {
+    }
+    // Of a short run each store has a condition of its own, which costs less than to branch around them.
+    if (COUNT <= 2 || !whole) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            if (i < inside) {
-                target[i * stride[AXIS]] = from_float<T>(values[i]);
+            if ((COUNT > 2 || !whole) && i < inside) {
+                target[i * step] = from_float<T>(values[i]);
             }
         }
     }
