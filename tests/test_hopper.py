@@ -302,6 +302,7 @@ def test_a_shape_of_tiles_is_wrong(kind: str, shape: str) -> None:
     if not candidates:
         pytest.skip(f"no such tile fits for {kind}")
     tile = replace(candidates[0], **changes)
+    assert tile.permuted == (not tile.channel_rows and not changes)
     check(case, kind, tile)
 
 

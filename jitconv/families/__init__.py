@@ -156,6 +156,11 @@ class WgmmaTile:
         return positions * (self.channels // self.channel_groups) // 128
 
     @property
+    def permuted(self) -> bool:
+        """Whether the packed weights sort every 32 channels so that a thread holds 8 adjacent ones."""
+        return not self.channel_rows and self.columns % 32 == 0
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread."""
         # What a block starts with, a multiple of 8 for every thread, is shared anew between its warpgroups.

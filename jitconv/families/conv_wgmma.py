@@ -110,9 +110,6 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "padding_mode": p.padding_mode.upper(),
         "x_along_k": p.x_memory_format == "channels_last",
         "y_channels_last": writes_channels_last(kernel),
-        # Outputs that a thread finishes side by side: 16 bytes of channels; along w, where rows start anywhere, two. Positions of
-        # a flat tile may lie in different rows.
-        "run": (4 if kernel.target_dtype == "float32" else 8) if writes_channels_last(kernel) else 1 if tile.flat else 2,
         "x_vector": p.x_vector,
         "math": tile.math,
         "tile": {
@@ -133,6 +130,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "raws": tile.raws,
             "march": tile.march,
             "flat": tile.flat,
+            "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
             "producer_registers": producer_registers,
@@ -292,8 +290,6 @@ def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
     raws = tile.raws if tile.copies == "raw" else 1
     rings += raws * raw_bytes(p, tile) if tile.copies == "raw" else 128
     rings = -(-(rings + 8 * raws + 16 * (tile.units + tile.stages)) // 128) * 128
-    # For every warp of consumers 16 rows of sums.
-    rings += 4 * tile.consumers * 16 * (min(tile.columns, 32) + 8) * 4
     behind = 4 * tile.units
     if tile.flat:
         # A number for every channel of every chunk, at its own alignment.

@@ -57,6 +57,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "steps": tile.steps,
             "chunks": tile.chunks(p.in_channels // p.groups * (p.taps if tile.flat else 1)),
             "flat": tile.flat,
+            "permuted": tile.permuted,
         },
         "math": tile.math,
         "x_along_k": p.x_memory_format == "channels_last",
