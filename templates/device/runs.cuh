@@ -59,6 +59,17 @@ __device__ __forceinline__ void load_ahead(
     }
 }
 
+// How many of `groups`, which take `words` registers each, may be on their way in `registers`: a divisor, so that a loop
+// ends with them.
+__device__ constexpr unsigned groups_ahead(unsigned groups, unsigned words, unsigned registers) {
+    for (unsigned n = 4; n > 1 && words > 0; --n) {
+        if (groups % n == 0 && n * words <= registers) {
+            return n;
+        }
+    }
+    return 1;
+}
+
 // Outputs that one block works out together: `extent` (channels, rows, columns) from `first` on, those beyond `end`
 // left out.
 template <class Index>
