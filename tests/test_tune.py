@@ -381,7 +381,8 @@ class Bench:
         return FakeRunner(self, call, built)
 
     def compile(self, kernel: Any, arch: str) -> Entry:
-        if self.place(kernel.tile) in self.broken:
+        # Kernels that pack weights are shared by many tiles.
+        if not kernel.family.startswith("pack") and self.place(kernel.tile) in self.broken:
             raise CompileError("it does not compile\nat all")
         said = {"name": "k", "registers": 1, "spill_stores": 0, "spill_loads": 0, "compile_ms": 1.0}
         return Entry(b"\x7fELF", "", said)
