@@ -83,8 +83,8 @@ class FrozenWeights:
         if launch.is_capturing(stream):
             # A packing within the graph would be there after its first replay only, for everybody.
             raise KernelNotWarmedError(
-                f"prepared {self._function}: its frozen weights are not packed yet for inputs of this kind and a CUDA graph is "
-                "being captured: call the operator once with the same shapes before the capture"
+                f"prepared {self._function}: its frozen weights are not packed for an input of this kind and a CUDA "
+                "graph is being captured: call the operator once with the same shapes before the capture"
             )
         # Of threads that come at once, one packs.
         with self._lock:
@@ -132,21 +132,21 @@ class FrozenWeights:
         """RuntimeError unless ``tensor`` can take the place of ``copy``."""
         if tensor is None:
             raise RuntimeError(
-                f"prepared {self._function}: refresh(): the tensor that was given as {name} does not exist any more: keep it as "
-                "long as its values are to be read again, or prepare another operator"
+                f"prepared {self._function}: refresh(): the tensor that was given as {name} does not exist any more: "
+                "expected that it is kept as long as it is to be read again; prepare another operator"
             )
         if (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
             raise RuntimeError(
-                f"prepared {self._function}: refresh(): {name} now has shape {tuple(tensor.shape)}, dtype {tensor.dtype} and is "
-                f"on {tensor.device}: expected {tuple(copy.shape)}, {copy.dtype} and {copy.device} as it was given; "
-                "prepare another operator"
+                f"prepared {self._function}: refresh(): {name} now has shape {tuple(tensor.shape)}, dtype "
+                f"{tensor.dtype} and is on {tensor.device}: expected {tuple(copy.shape)}, {copy.dtype} and "
+                f"{copy.device} as it was given; prepare another operator"
             )
 
     def _refuse_capture(self, what: str) -> None:
         if _has_streams(self._device) and launch.is_capturing(launch.current_stream(self._device.index)):
             raise RuntimeError(
-                f"{self._function}: {what} while a CUDA graph is being captured: expected a call before or after the "
-                "capture; graphs that were captured see refreshed weights when they are replayed"
+                f"{what} of {self._function} while a CUDA graph is being captured: expected a call before or after the "
+                "capture; graphs that were captured use refreshed weights when they are replayed"
             )
 
     def _wait(self) -> None:

@@ -185,8 +185,9 @@ class PreparedOperator:
             for name, tensor in self._frozen.given().items():
                 if tensor.requires_grad:
                     raise RuntimeError(
-                        f"prepared {self.function}: {name} requires a gradient, and the weights of this operator are frozen "
-                        f"(freeze_weights=True): call it under torch.no_grad(), or {name}.requires_grad_(False) first"
+                        f"prepared {self.function}: {name} requires a gradient, and the weights of this operator are "
+                        f"frozen (freeze_weights=True): call it under torch.no_grad(), or {name}.requires_grad_(False) "
+                        "first"
                     )
         if forward_ad._current_level >= 0:
             for name, tensor in self._frozen.given().items():
@@ -202,9 +203,9 @@ class PreparedOperator:
         assert weight is not None
         if isinstance(x, Tensor) and (x.dtype, x.device) != (weight.dtype, weight.device):
             raise RuntimeError(
-                f"prepared {self.function}: the input has dtype {x.dtype} and is on {x.device}, and the frozen weights have "
-                f"{weight.dtype} and are on {weight.device}: expected the same; convert the input, or prepare another "
-                "operator from weights like it"
+                f"prepared {self.function}: the input has dtype {x.dtype} and is on {x.device}, and the frozen weights "
+                f"have {weight.dtype} and are on {weight.device}: expected the same; convert the input, or prepare "
+                "another operator from weights like it"
             )
 
 
