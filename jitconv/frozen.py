@@ -24,7 +24,6 @@ from torch.utils.weak import TensorWeakRef
 from jitconv import launch
 from jitconv.errors import KernelNotWarmedError
 from jitconv.program import KernelLaunch
-from jitconv.runtime import arguments
 from jitconv.stats import count
 
 __all__ = ["FrozenWeights"]
@@ -78,6 +77,8 @@ class FrozenWeights:
         return self._pack(step, kernel, weight) if found is None else found.packed
 
     def _pack(self, step: KernelLaunch, kernel: launch.LoadedKernel, weight: Tensor) -> Tensor:
+        from jitconv.runtime import arguments
+
         device = weight.device
         stream = launch.current_stream(device.index)
         if launch.is_capturing(stream):
