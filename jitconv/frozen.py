@@ -58,6 +58,7 @@ class FrozenWeights:
         self._device = next(iter(tensors.values())).device
         self._refuse_capture("prepare(freeze_weights=True)")
         self._given = {name: TensorWeakRef(tensor) for name, tensor in tensors.items()}
+        self._trainable = frozenset(name for name, tensor in tensors.items() if tensor.requires_grad)
         # Under inference_mode a copy could never take part in a gradient, that of x included.
         with torch.inference_mode(False), torch.no_grad():
             self.copies = {name: _copy(tensor) for name, tensor in tensors.items()}
@@ -118,6 +119,14 @@ class FrozenWeights:
         """The tensors that were given, as far as they still exist, by name."""
         alive = ((name, reference()) for name, reference in self._given.items())
         return {name: tensor for name, tensor in alive if tensor is not None}
+
+    def trainable(self) -> str | None:
+        """The name of a tensor that requires a gradient, or did as long as it existed; None where there is none."""
+        for name, reference in self._given.items():
+            tensor = reference()
+            if name in self._trainable if tensor is None else tensor.requires_grad:
+                return name
+        return None
 
     @property
     def packings(self) -> int:

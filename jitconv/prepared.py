@@ -182,13 +182,13 @@ class PreparedOperator:
         """RuntimeError where a gradient of a frozen tensor could be asked for: there would be none."""
         assert self._frozen is not None
         if torch.is_grad_enabled():
-            for name, tensor in self._frozen.given().items():
-                if tensor.requires_grad:
-                    raise RuntimeError(
-                        f"prepared {self.function}: {name} requires a gradient, and the weights of this operator are "
-                        f"frozen (freeze_weights=True): call it under torch.no_grad(), or {name}.requires_grad_(False) "
-                        "first"
-                    )
+            trainable = self._frozen.trainable()
+            if trainable is not None:
+                raise RuntimeError(
+                    f"prepared {self.function}: {trainable} requires a gradient, and the weights of this operator are "
+                    "frozen (freeze_weights=True): call it under torch.no_grad(), or "
+                    f"{trainable}.requires_grad_(False) first"
+                )
         if forward_ad._current_level >= 0:
             for name, tensor in self._frozen.given().items():
                 if functional._has_tangent(tensor):

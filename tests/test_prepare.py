@@ -511,6 +511,15 @@ def test_a_gradient_of_frozen_weights_is_dropped_in_silence(device: Device) -> N
         op(X)
 
 
+def test_a_gradient_of_weights_that_are_gone_is_dropped_in_silence() -> None:
+    """What they were computed from may be there."""
+    v = weight().requires_grad_()
+    op = prepared(v * 2.0)
+    with pytest.raises(RuntimeError, match="weight requires a gradient"):
+        op(X)
+    assert not prepared((v * 2.0).detach())(X).requires_grad
+
+
 def test_a_tangent_of_frozen_weights_is_dropped_in_silence() -> None:
     w = weight()
     with forward_ad.dual_level():
