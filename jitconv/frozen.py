@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -65,6 +66,12 @@ class FrozenWeights:
         self._packings: dict[int, _Packing] = {}
         self._lock = threading.Lock()
         self._wait()
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would know nothing of the tensors that refresh() reads, and its packed weights are of this process.
+        raise TypeError(
+            f"prepared {self._function}: frozen weights cannot be copied or pickled: prepare another operator"
+        )
 
     def packed(self, step: KernelLaunch, kernel: launch.LoadedKernel, weight: Tensor) -> Tensor:
         """What ``step`` makes of ``weight``, one of the copies: kept from an earlier call, else packed now.
@@ -169,5 +176,5 @@ def _has_streams(device: torch.device) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # What is in memory must be the values: a kernel sees neither a sign nor a conjugation that is only marked.
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.preserve_format)
+    # The memory format of weights is part of what decides that of the output.
+    return tensor.detach().clone(memory_format=torch.preserve_format)
