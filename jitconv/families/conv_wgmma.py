@@ -139,6 +139,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "packed_words": pack_planes.lines(p, tile) * tile.parts * 4,
         "flag_words": pack_planes.flags_of_a_block(p, tile),
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
+        # Tensors that the epilogue reads, which nobody has read before.
+        "prefetched": not tile.flat and any(spec.kind == "tensor" for step in kernel.steps for _, spec in step.operands),
         "bias": p.bias,
         "shared_bytes": shared_bytes(kernel),
         "declarations": layout(kernel).declarations(),

@@ -58,9 +58,13 @@ def plan_with_tile(problem: Problem, tile: ConvolutionTile) -> Plan:
     cuts = _cuts(problem.epilogue)
     uses_value = _uses_value(problem.epilogue[cuts[0] :])
     packing, computing = FAMILIES[type(tile)]
+    # Sizes choose a tile, and that is all: classes that chose the same one share their kernels.
+    computed = replace(problem, sizes=Problem.sizes)
     kernels = []
     if packing is not None:
-        kernels.append(KernelPlan(packing, problem, tile, 0, 0, problem.dtype, "float32"))
+        # Weights are packed alike whatever happens to x and to outputs.
+        packed = replace(computed, x_vector=False, bias=False, prologue=(), epilogue=())
+        kernels.append(KernelPlan(packing, packed, tile, 0, 0, problem.dtype, "float32"))
     for i, last in enumerate(cuts):
         first = cuts[i - 1] if i else 0
         final = i == len(cuts) - 1
@@ -68,7 +72,7 @@ def plan_with_tile(problem: Problem, tile: ConvolutionTile) -> Plan:
         kernels.append(
             KernelPlan(
                 family=_row_family(steps) if i else computing or problem.operator,
-                problem=problem,
+                problem=computed,
                 tile=_row_tile(steps) if i else tile,
                 first=first,
                 last=last,

@@ -200,14 +200,15 @@ __device__ __forceinline__ void load_weights(
 template <class Tile, int COUNT>
 __device__ __forceinline__ void multiply_stage(
     float (&d)[COUNT][Tile::N / 2], uint64_t cells, uint64_t weights, int first_tile, int first_tap, bool accumulate) {
+    // Small terms first: lo hi, hi lo, hi hi. The tensor core truncates whenever it adds, so that as few products as can be
+    // are added to sums that have grown.
+    constexpr int FIRST_TERM = Tile::PARTS == 1 ? 2 : 0;
 #pragma unroll
-    for (int tap = 0; tap < Tile::STAGE_TAPS; ++tap) {
+    for (int term = FIRST_TERM; term < 3; ++term) {
 #pragma unroll
-        for (int step = 0; step < Tile::STEPS; ++step) {
-            // Small terms first: lo hi, hi lo, hi hi.
-            constexpr int FIRST_TERM = Tile::PARTS == 1 ? 2 : 0;
+        for (int tap = 0; tap < Tile::STAGE_TAPS; ++tap) {
 #pragma unroll
-            for (int term = FIRST_TERM; term < 3; ++term) {
+            for (int step = 0; step < Tile::STEPS; ++step) {
                 const uint32_t cell = Tile::tap_cell(first_tap + tap) * 16 + 2 * step * Tile::PLANE_BYTES +
                                       (term == 0 ? Tile::PART_BYTES : 0);
                 const uint32_t weight = tap * Tile::TAP_BYTES + 2 * step * Tile::WEIGHT_PLANE_BYTES +

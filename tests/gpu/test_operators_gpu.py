@@ -261,14 +261,15 @@ def test_nan_and_inf_in_data_behave_as_in_torch(dtype: torch.dtype) -> None:
 
 
 def test_numbers_change_without_a_compile() -> None:
-    x, w = randn(1, 3, 8, 8), randn(4, 3, 3, 3)
-    jitconv.conv2d(x, w, epilogue=[E.mul(2.0), E.leaky_relu(0.1)], precision="ieee")
+    x, w = randn(1, 3, 40, 41), randn(4, 3, 3, 3)
+    for width in (41, 44):  # rows that are whole vectors, and rows that are not
+        jitconv.conv2d(randn(1, 3, 40, width), w, epilogue=[E.mul(2.0), E.leaky_relu(0.1)], precision="ieee")
     before = jitconv.stats()
     for factor in (3.0, -1.5, 1e-3):
         y = jitconv.conv2d(x, w, epilogue=[E.mul(factor), E.leaky_relu(factor)], precision="ieee")
         v = torch.nn.functional.conv2d(x.double(), w.double()) * factor
         assert error(y, torch.nn.functional.leaky_relu(v, factor)) < 5e-7
-    for size in range(5, 25):
+    for size in range(40, 60):
         x = randn(2, 3, size, size + 1)
         jitconv.conv2d(x, w, epilogue=[E.mul(2.0), E.leaky_relu(0.1)], precision="ieee")
     after = jitconv.stats()
