@@ -213,12 +213,11 @@ def build(
     strides = _input_strides(call, bound)
     launches = []
     chain = 0
-    for planned in chosen.kernels:
-        kernel = _own(planned)
+    for kernel in chosen.kernels:
         if kernel.family in _PACKING:
-            launches.append(_pack(kernel, extents, strides))
+            launches.append(_pack(_packing(kernel), extents, strides))
             continue
-        final = planned is chosen.kernels[-1]
+        final = kernel is chosen.kernels[-1]
         shape = shapes[kernel.last]
         memory_format = call.memory_format if final else torch.contiguous_format
         strides["y"] = _strides(_meta(shape, memory_format))
@@ -228,31 +227,29 @@ def build(
     return Program(chosen, tuple(launches), shapes[-1])
 
 
-def _own(kernel: KernelPlan) -> KernelPlan:
-    """``kernel`` without what does not decide it, so that calls that differ in nothing else share it.
+def _packing(kernel: KernelPlan) -> KernelPlan:
+    """``kernel``, which packs weights, without what does not decide it, so that all that read them alike share it.
 
-    The classes of sizes have chosen its tile and are done. A kernel that packs weights depends on less: on how the
-    weights lie in memory when they are multiplied, not on what they are multiplied by and what follows.
+    It depends on how the weights lie in memory when they are multiplied, not on what they are multiplied by, when, and
+    what follows.
     """
-    problem, tile = replace(kernel.problem, sizes=Problem.sizes), kernel.tile
-    if kernel.family in _PACKING:
-        problem = Problem(
-            problem.operator,
-            problem.in_channels,
-            problem.out_channels,
-            problem.kernel_size,
-            stride=(1,) * problem.rank,
-            padding=((0, 0),) * problem.rank,
-            dilation=(1,) * problem.rank,
-            output_padding=(0,) * problem.rank,
-            groups=problem.groups,
-            dtype=problem.dtype,
-            x_memory_format=problem.x_memory_format,
-            precision=problem.precision,
-            index_bits=problem.index_bits,
-        )
-        tile = _packed_tile(tile)
-    return replace(kernel, problem=problem, tile=tile)
+    p = kernel.problem
+    problem = Problem(
+        p.operator,
+        p.in_channels,
+        p.out_channels,
+        p.kernel_size,
+        stride=(1,) * p.rank,
+        padding=((0, 0),) * p.rank,
+        dilation=(1,) * p.rank,
+        output_padding=(0,) * p.rank,
+        groups=p.groups,
+        dtype=p.dtype,
+        x_memory_format=p.x_memory_format,
+        precision=p.precision,
+        index_bits=p.index_bits,
+    )
+    return replace(kernel, problem=problem, tile=_packed_tile(kernel.tile))
 
 
 def _packed_tile(tile: Any) -> HaloTile | WgmmaTile:

@@ -482,25 +482,28 @@ def random_calls() -> Iterator[Call]:
     yield calls.call_of(jitconv.conv2d, patches.contiguous(memory_format=torch.channels_last), point, precision="ieee")
 
 
+#: Constants that say what a kernel is for, not what it does.
+_NAMES = frozenset({"problem", "label", "preambles"})
+
+
 @pytest.mark.parametrize("call", [*random_calls()], ids=lambda call: call.function)
-def test_kernels_that_are_shared_differ(call: Call) -> None:
+def test_packing_kernels_that_are_shared_differ(call: Call) -> None:
     """A change of what packing kernels read of a tile or a problem must show here, not in wrong weights."""
     for arch in ("sm_80", "sm_90a"):
         problem = program._problem(call, program.bind_chains(call), arch)
         for tile in every_tile(problem, arch):
             for kernel in plan_with_tile(problem, tile).kernels:
-                own, module = program._own(kernel), family(kernel)
-                ignored = {"problem"}
-                if kernel.family in program._PACKING:
-                    ignored |= {"label", "preambles"}
-                    assert module.words(own) == module.words(kernel)
-                before, after = module.constants(kernel), module.constants(own)
-                assert {k: v for k, v in before.items() if k not in ignored} == {
-                    k: v for k, v in after.items() if k not in ignored
-                }
-                assert module.threads(own) == module.threads(kernel)
-                assert module.shared_bytes(own) == module.shared_bytes(kernel)
-                assert module.layout(own).offsets == module.layout(kernel).offsets
+                if kernel.family not in program._PACKING:
+                    continue
+                shared, module = program._packing(kernel), family(kernel)
+                before, after = (
+                    {name: value for name, value in module.constants(each).items() if name not in _NAMES}
+                    for each in (kernel, shared)
+                )
+                assert before == after
+                for size in (module.words, module.threads, module.shared_bytes):
+                    assert size(shared) == size(kernel)
+                assert module.layout(shared).offsets == module.layout(kernel).offsets
 
 
 # ---- Gradients ----------------------------------------------------------------------------------------------------
