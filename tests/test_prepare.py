@@ -396,7 +396,6 @@ def test_an_operator_that_is_gone_serves_another(device: Device) -> None:
         op = prepared(weight(first))
         assert [seen(op(X)), seen(op(X))] == [first] * 2
         del op
-        gc.collect()
         plain(weight(first + 10.0))
 
 
@@ -778,7 +777,9 @@ def test_an_inspection_shows_other_kernels_than_the_call(device: Device) -> None
     assert keys[0] == keys[1] == keys[2]
     assert [each.frozen for each in found] == [False, True]
     assert found[0].workspace_bytes == named.workspace_bytes > found[1].workspace_bytes == 0
-    said = [line for line in found[1].report().splitlines() if "frozen" in line]
+    # The kernel that packs is enough: the other one takes long to compile.
+    reports = [each.selected(0).report() for each in found]
+    said = [line for line in reports[1].splitlines() if "frozen" in line]
     assert len(said) == 1
     assert found[1].kernels[0].name in said[0]
-    assert "frozen" not in found[0].report()
+    assert "frozen" not in reports[0]
