@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         conv_transpose3d,
         depthwise_separable_conv2d,
     )
+    from jitconv.prepared import PreparedOperator, prepare
 
 __all__ = [
+    "PreparedOperator",
     "__version__",
     "conv1d",
     "conv2d",
@@ -50,6 +52,7 @@ __all__ = [
     "epilogue",
     "errors",
     "inspect",
+    "prepare",
     "reset_stats",
     "stats",
     "tune",
@@ -57,6 +60,7 @@ __all__ = [
 
 # Public name -> module that defines it; a name mapped to itself is that module.
 _LAZY = {
+    "PreparedOperator": "prepared",
     "conv1d": "functional",
     "conv2d": "functional",
     "conv3d": "functional",
@@ -66,6 +70,7 @@ _LAZY = {
     "depthwise_separable_conv2d": "functional",
     "epilogue": "epilogue",
     "errors": "errors",
+    "prepare": "prepared",
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jitconv.program import Call
 
-__all__ = ["OPERATORS", "call_of", "public_function"]
+__all__ = ["OPERATORS", "call_of", "name_of", "public_function"]
 
 #: The public functions that generate kernels, by name.
 OPERATORS = (
@@ -39,11 +39,8 @@ def public_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def call_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
-    """The checked Call that ``function(*args, **kwargs)`` would run.
-
-    Raises TypeError when ``function`` is no public operator of jitconv, and whatever the call itself raises.
-    """
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a public function; TypeError when ``function`` is no public operator of jitconv."""
     from jitconv import functional
 
     name = getattr(function, "__name__", "")
@@ -52,6 +49,17 @@ def call_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
             f"function={function!r}: expected a public operator of jitconv "
             f"({', '.join(f'jitconv.{operator}' for operator in OPERATORS)})"
         )
+    return name
+
+
+def call_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
+    """The checked Call that ``function(*args, **kwargs)`` would run.
+
+    Raises TypeError when ``function`` is no public operator of jitconv, and whatever the call itself raises.
+    """
+    from jitconv import functional
+
+    name = name_of(function)
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     match = _CONVOLUTION.fullmatch(name)

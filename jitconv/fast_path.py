@@ -12,7 +12,8 @@ and a call that failed one is never remembered. What cannot be put into a key in
 iterators, parameters that are neither int nor str nor a sequence of them), what is recorded for a gradient and what
 PyTorch serves has no key or is not remembered: it takes the whole way, every time.
 
-Nothing here holds a tensor: an entry is strides, constant bytes and loaded kernels.
+Nothing here holds a tensor: an entry is strides, constant bytes and loaded kernels. That of an operator whose weights
+are frozen also has the address of its packed weights, and a key that nobody has when the operator is gone.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")
 
 
 def read(
-    function: str,
+    function: str | int,
     tensors: Sequence[Tensor | None],
     parameters: tuple[Any, ...],
     chains: Iterable[Any],
@@ -77,7 +78,8 @@ def read(
     """The key and the slots of a call as its caller wrote it, or None where it has no key.
 
     Args:
-        function: name of the public function; it says what the others mean.
+        function: name of the public function, or number of the operator that was prepared; it says what the others
+            mean, and whose packed weights are read.
         tensors: x, then every weight with its bias behind it.
         parameters: stride, padding and so on, in one order for each function.
         chains: of steps, in the order in which data meets them.
@@ -218,10 +220,15 @@ class _Ready:
         names = _slot_names(call)
         launches = prepared.program.launches
         places = {name: place for place, name in enumerate([*names, *(step.writes for step in launches)]) if name}
-        #: What stands behind the slots of a call: places for what its launches write, then the constant bytes.
+        #: What stands behind the slots of a call: places for what its launches write, or the address of weights that
+        #: are packed already, then the constant bytes.
         self.behind: list[Any] = [0] * len(launches)
         self.launches: list[tuple[Any, ...]] = []
-        for step, kernel in zip(launches, prepared.kernels, strict=True):
+        for i, (step, kernel) in enumerate(zip(launches, prepared.kernels, strict=True)):
+            if step.packs and call.frozen is not None:
+                if step.grid:
+                    self.behind[i] = call.frozen.packed(step, kernel, call.tensors()["weight"]).data_ptr()
+                continue
             strides = torch.empty(step.shape, device="meta", memory_format=step.memory_format).stride()
             # Half the time of torch.empty(memory_format=…).
             allocate = functools.partial(

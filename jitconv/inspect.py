@@ -192,7 +192,9 @@ class Inspection:
         kernels: those shown, in launch order.
         kernel_count: how many the call launches.
         input_shape, output_shape: of the batched tensors.
-        workspace_bytes: memory needed beside the output, in bytes.
+        workspace_bytes: memory needed beside the output, in bytes; without packed weights that are kept.
+        frozen: whether the weights are frozen (:func:`jitconv.prepare`): the kernel that packs them then runs once, not
+            at each call.
     """
 
     title: str
@@ -208,6 +210,7 @@ class Inspection:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     workspace_bytes: int
+    frozen: bool = False
 
     def selected(self, index: int) -> Inspection:
         """The same with one kernel only; ValueError when there is none of that index."""
@@ -255,6 +258,7 @@ class Inspection:
             "input_shape": list(self.input_shape),
             "output_shape": list(self.output_shape),
             "workspace_bytes": self.workspace_bytes,
+            "frozen": self.frozen,
             "gpu": self.gpu,
             "tuned": None if self.tuned is None else {"source": self.tuned.source, **self.tuned.record.as_dict()},
             "kernel_count": self.kernel_count,
@@ -280,8 +284,9 @@ def inspect(
 
     Args:
         target: the address of a manifest entry (``"headline:w1"``, ``"shapes.toml:block"``), or a public function of
-            jitconv, followed by the arguments of the call. Tensors may be on any device, ``meta`` included. Without
-            ``precision`` it is torch's setting for convolutions, here as in a call.
+            jitconv, followed by the arguments of the call, or an operator that :func:`jitconv.prepare` made, followed
+            by its input. Tensors may be on any device, ``meta`` included. Without ``precision`` it is torch's setting
+            for convolutions, here as in a call.
         arch: architecture to compile for, such as ``"sm_80"``; default: that of the tensors' GPU, else of the
             current GPU, else sm_90a.
         gpu: model whose tuned tiles are taken, as torch names it (``"NVIDIA H200"``); default: the GPU that ``arch``
@@ -299,6 +304,7 @@ def inspect(
     """
     from jitconv.calls import call_of
     from jitconv.manifest import find
+    from jitconv.prepared import PreparedOperator
 
     if isinstance(target, str):
         if args or kwargs:
@@ -306,7 +312,7 @@ def inspect(
                 f"inspect({target!r}): an address takes no arguments of a call; expected arch= and gpu= at most"
             )
         return inspect_call(find(target).call(), target, arch, gpu)
-    call = call_of(target, *args, **kwargs)
+    call = target.call(*args, **kwargs) if isinstance(target, PreparedOperator) else call_of(target, *args, **kwargs)
     return inspect_call(call, call.function, arch, gpu)
 
 
@@ -327,7 +333,8 @@ def inspect_call(call: Call, title: str, arch: str | None, gpu: str | None = Non
     dtype = str(call.x.dtype).removeprefix("torch.")
     if dtype in DTYPES:
         built = program.build(call, exact, model)
-        problem, shape, workspace = built.problem, built.shape, built.workspace_bytes
+        problem, shape = built.problem, built.shape
+        workspace = built.frozen_workspace_bytes if call.frozen is not None else built.workspace_bytes
         choice = built.plan.tuned
         kernels = tuple(
             KernelInspection(i, step, exact, key_of(step.kernel, exact)) for i, step in enumerate(built.launches)
@@ -350,6 +357,7 @@ def inspect_call(call: Call, title: str, arch: str | None, gpu: str | None = Non
         input_shape=tuple(call.x.shape),
         output_shape=tuple(shape),
         workspace_bytes=workspace,
+        frozen=call.frozen is not None,
     )
 
 

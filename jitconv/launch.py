@@ -139,6 +139,20 @@ def is_capturing(stream: int) -> bool:
     return int(capture) != 0
 
 
+def wait(stream: int, device: int) -> None:
+    """Wait until everything in a stream, given by its handle, has run.
+
+    A capture in another thread is not disturbed.
+
+    Raises:
+        DriverNotFoundError: there is no driver or no GPU.
+        DriverError: the stream is being captured, or a kernel in it has failed.
+    """
+    driver = _driver()
+    with _current(driver, _primary_context(device)), _captures_undisturbed(driver):
+        _call(driver, "cuStreamSynchronize", stream)
+
+
 def load(
     cubin: bytes,
     name: str,
@@ -440,7 +454,7 @@ def _current(driver: Any, context: Any) -> Iterator[None]:
 
 @contextmanager
 def _captures_undisturbed(driver: Any) -> Iterator[None]:
-    """Let this thread load a module while another thread captures a CUDA graph.
+    """Let this thread load a module, or wait, while another thread captures a CUDA graph.
 
     By default a capture forbids such calls in every thread and is itself broken by them.
     """

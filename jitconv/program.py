@@ -10,20 +10,23 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from jitconv import epilogue as E
 from jitconv.architectures import arch_number, normalize_arch, splits_fp32
-from jitconv.families import Extents, KernelPlan, common, family
+from jitconv.families import Extents, HaloTile, KernelPlan, WgmmaTile, common, family
 from jitconv.layout import Layout
 from jitconv.planning import ConvolutionTile, Plan, plan, plan_with_tile
 from jitconv.problem import Problem, index_bits, size_class
 from jitconv.tensor_map import TensorMap
 from jitconv.validation import Geometry
+
+if TYPE_CHECKING:
+    from jitconv.frozen import FrozenWeights
 
 _WEIGHTS = {
     "conv": (("weight", "bias"),),
@@ -35,6 +38,9 @@ _MULTIPLIED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
+#: Families that lay out weights for the kernel behind them.
+_PACKING = frozenset({"pack_weights", "pack_planes"})
+
 #: What the emulator stands for: its vocabulary is that of this architecture (templates/host/platform.h).
 EMULATED_ARCH = "sm_90a"
 
@@ -44,7 +50,10 @@ MAX_GRID = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A public call whose arguments have been checked. ``x`` is batched; the output has ``memory_format``."""
+    """A public call whose arguments have been checked. ``x`` is batched; the output has ``memory_format``.
+
+    ``frozen``: the weights are copies that do not change, and what packing kernels make of them is kept there.
+    """
 
     function: str
     operator: str
@@ -57,6 +66,7 @@ class Call:
     epilogue: tuple[E.Step, ...]
     memory_format: torch.memory_format
     precision: str = "ieee"
+    frozen: FrozenWeights | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor argument by the name of the kernel argument that points to it."""
@@ -134,6 +144,16 @@ class KernelLaunch:
     #: (offset in ``arguments``, name of the tensor, the map but for its address).
     tensor_maps: tuple[tuple[int, str, TensorMap], ...] = ()
 
+    @property
+    def packs(self) -> bool:
+        """Whether this launch lays out weights: all that it reads is them."""
+        return self.writes == "packed"
+
+    @property
+    def written_bytes(self) -> int:
+        """Memory of what it produces."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def blocks(self, multiprocessors: int) -> int:
         """Blocks to launch on a device: all of ``grid``, or as many as run at once where each takes several tiles."""
         return min(self.grid, self.resident * multiprocessors) if self.resident else self.grid
@@ -155,7 +175,12 @@ class Program:
     @property
     def workspace_bytes(self) -> int:
         """Memory needed beside the output."""
-        return sum(math.prod(step.shape) * step.dtype.itemsize for step in self.launches[:-1])
+        return sum(step.written_bytes for step in self.launches[:-1])
+
+    @property
+    def frozen_workspace_bytes(self) -> int:
+        """The same where the weights are packed already."""
+        return sum(step.written_bytes for step in self.launches[:-1] if not step.packs)
 
 
 def output_format(x: Tensor, weights: Sequence[Tensor]) -> torch.memory_format:
@@ -189,8 +214,8 @@ def build(
     launches = []
     chain = 0
     for kernel in chosen.kernels:
-        if kernel.family in ("pack_weights", "pack_planes"):
-            launches.append(_pack(kernel, extents, strides))
+        if kernel.family in _PACKING:
+            launches.append(_pack(_packing(kernel), extents, strides))
             continue
         final = kernel is chosen.kernels[-1]
         shape = shapes[kernel.last]
@@ -200,6 +225,52 @@ def build(
         strides["x"] = strides["y"]
         chain += 1
     return Program(chosen, tuple(launches), shapes[-1])
+
+
+def _packing(kernel: KernelPlan) -> KernelPlan:
+    """``kernel``, which packs weights, without what does not decide it, so that all that read them alike share it.
+
+    It depends on how the weights lie in memory when they are multiplied, not on what they are multiplied by, when, and
+    what follows.
+    """
+    p = kernel.problem
+    problem = Problem(
+        p.operator,
+        p.in_channels,
+        p.out_channels,
+        p.kernel_size,
+        stride=(1,) * p.rank,
+        padding=((0, 0),) * p.rank,
+        dilation=(1,) * p.rank,
+        output_padding=(0,) * p.rank,
+        groups=p.groups,
+        dtype=p.dtype,
+        x_memory_format=p.x_memory_format,
+        precision=p.precision,
+        index_bits=p.index_bits,
+    )
+    return replace(kernel, problem=problem, tile=_packed_tile(kernel.tile))
+
+
+def _packed_tile(tile: Any) -> HaloTile | WgmmaTile:
+    """The tile with the same packed weights as ``tile`` that stands for all of those."""
+    if isinstance(tile, HaloTile):
+        return HaloTile((1, 1, 1), 1, 1, tile.channels // 16, 1, tile.math, tile.steps)
+    assert isinstance(tile, WgmmaTile)
+    return WgmmaTile(
+        box=(8, 8),
+        channels=tile.channels,
+        channel_rows=not tile.permuted,
+        strip=(8, 8),
+        channel_groups=1,
+        position_groups=1,
+        math=tile.math,
+        steps=tile.steps,
+        stage_taps=1,
+        stages=1,
+        units=1,
+        flat=tile.flat,
+    )
 
 
 def _meta(shape: Sequence[int], memory_format: torch.memory_format) -> Tensor:

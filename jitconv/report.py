@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["baked", "inspection_report", "resources_line", "size", "step_text"]
 
+#: Families of kernels that lay out weights, of which the sizes of a call and its chains are no part.
+_PACKING = ("pack_planes", "pack_weights")
+
 
 def baked(kernel: KernelPlan) -> list[tuple[str, str]]:
     """The constants of a kernel, as (name, value) for people: C input channels, K output channels, and so on.
@@ -28,12 +31,21 @@ def baked(kernel: KernelPlan) -> list[tuple[str, str]]:
         lanes = f"{tile.threads} threads, {tile.lanes} on a row" if tile.lanes > 1 else f"{tile.threads} threads"
         return [("C", str(kernel.problem.out_channels)), *steps, *common, ("tile", lanes)]
     if isinstance(tile, (HaloTile, WgmmaTile)):
-        box = f"box of {_by(tile.box)} positions × {tile.channels} channels, {tile.threads} threads"
         math = {"TF32": "TF32", "TF32X3": "3 TF32 products", "HALF": "fp16", "BFLOAT16": "bf16"}[tile.math]
+        if kernel.family in _PACKING:
+            layout = f"{tile.channels} channels"
+            return [*_weights(kernel), *common, ("tile", layout), ("for", f"{math} on tensor cores")]
+        box = f"box of {_by(tile.box)} positions × {tile.channels} channels, {tile.threads} threads"
         engine = "tensor cores, by warpgroups" if isinstance(tile, WgmmaTile) else "tensor cores"
         return [*_convolution(kernel), *steps, *common, ("tile", box), ("math", f"{math} on {engine}")]
     tile_text = f"{tile.positions} positions × {tile.channels} channels, slices of {tile.depth}, {tile.px} per thread"
     return [*_convolution(kernel), *steps, *common, ("tile", tile_text), ("OC_TILE", str(tile.oc_tile))]
+
+
+def _weights(kernel: KernelPlan) -> list[tuple[str, str]]:
+    p = kernel.problem
+    sizes = [("C", str(p.in_channels)), ("K", str(p.out_channels))]
+    return [*sizes, ("filter", _by(p.kernel_size)), ("groups", str(p.groups))]
 
 
 def _convolution(kernel: KernelPlan) -> list[tuple[str, str]]:
@@ -113,6 +125,7 @@ def inspection_report(inspection: Inspection) -> str:
         ("path", _path(inspection)),
         ("arch", f"{inspection.arch} ({inspection.arch_reason})"),
         ("kernels", _count(inspection)),
+        *([("weights", _frozen(inspection))] if inspection.frozen else []),
         *([("tile", _tuned(inspection.tuned))] if inspection.tuned is not None else []),
     ]
     parts = [inspection.title, _table(rows)]
@@ -144,6 +157,11 @@ def _count(inspection: Inspection) -> str:
     return f"{count}, with a workspace of {size(inspection.workspace_bytes)}" if count > 1 else "1, no workspace"
 
 
+def _frozen(inspection: Inspection) -> str:
+    packing = [kernel.name for kernel in inspection.kernels if kernel.plan.family in _PACKING]
+    return f"frozen: {packing[0]} runs once, not at each call" if packing else "frozen"
+
+
 def _kernel_rows(kernel: KernelInspection) -> list[tuple[str, str]]:
     r = kernel.resources
     constants = ", ".join(f"{name} {value}" for name, value in baked(kernel.plan))
@@ -154,7 +172,7 @@ def _kernel_rows(kernel: KernelInspection) -> list[tuple[str, str]]:
     )  # fmt: skip
     return [
         ("constants", constants),
-        ("run time", "batch, extents, strides, addresses, numbers of the epilogue"),
+        ("run time", _run_time(kernel.plan)),
         ("launch", f"{kernel.grid} blocks × {kernel.block} threads"),
         ("registers", f"{r.registers} per thread, {spills}, {r.stack_bytes} B of stack"),
         ("shared", f"{size(r.shared_bytes)} per block"),
@@ -162,6 +180,12 @@ def _kernel_rows(kernel: KernelInspection) -> list[tuple[str, str]]:
         ("compiler", f"{origin} by NVRTC {nvrtc} in {r.compile_ms:.0f} ms"),
         ("key", kernel.key),
     ]
+
+
+def _run_time(kernel: KernelPlan) -> str:
+    if kernel.family in _PACKING:
+        return "strides of the weights, addresses"
+    return "batch, extents, strides, addresses, numbers of the epilogue"
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

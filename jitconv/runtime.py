@@ -69,6 +69,10 @@ def _launch_all(prepared: Prepared, call: Call) -> Tensor:
     numbers = call.numbers()
     stream = launch.current_stream(prepared.device.index)
     for step, kernel in zip(prepared.program.launches, prepared.kernels, strict=True):
+        if step.packs and call.frozen is not None:
+            if step.grid:
+                tensors[step.writes] = call.frozen.packed(step, kernel, tensors["weight"])
+            continue
         out = torch.empty(
             step.shape, dtype=step.dtype, device=prepared.device, memory_format=step.memory_format
         )

@@ -77,6 +77,15 @@ def test_custom_step_computes_the_same_in_the_generated_kernel() -> None:
     assert (out - expected).norm() / expected.norm() < 1e-6
 
 
+def test_frozen_weights_says_what_it_does(tmp_path: Path) -> None:
+    text = run("frozen_weights.py", tmp_path)
+    assert text.count("difference from torch") == 3
+    differences = [float(line.rsplit(maxsplit=1)[1]) for line in text.splitlines() if "difference" in line]
+    assert max(differences) < 1e-5
+    stale, fresh = (float(line.rsplit(maxsplit=1)[1]) for line in text.splitlines() if line.startswith("after "))
+    assert fresh < 1e-5 < 0.1 < stale
+
+
 def test_warm_and_inspect_compiles_once(tmp_path: Path) -> None:
     entries = load(str(EXAMPLES / "decoder.toml")).entries.values()
     kernels = sum(len(program.build(entry.call()).launches) for entry in entries)

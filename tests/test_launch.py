@@ -75,6 +75,7 @@ class FakeDriver(types.ModuleType):
         self.strict = True
         self.capture_modes = []
         self.capturing = {}
+        self.waits = []
         self.threads = threading.local()
 
     def stack(self):
@@ -164,6 +165,10 @@ class FakeDriver(types.ModuleType):
     def cuStreamIsCapturing(self, stream):
         status, capture = self.capturing.get(stream, (0, 0))
         return status, capture
+
+    def cuStreamSynchronize(self, stream):
+        self.waits.append((stream, self.stack()[-1], self.capture_modes[-1]))
+        return self.answer("cuStreamSynchronize")
 
     def cuLaunchKernel(self, function, *rest):
         *shape, stream, parameters, extra = rest
@@ -509,6 +514,17 @@ def test_unloading_waits_for_the_device_and_refuses_later_launches(driver):
 def test_a_capture_is_seen(driver, answer, expected):
     driver.capturing[0x77] = answer
     assert launch.is_capturing(0x77) is expected
+
+
+def test_waiting_breaks_the_capture_of_another_thread_or_waits_in_another_context(driver):
+    """Stream 0 is one of the current context."""
+    launch.wait(0, 1)
+    assert driver.waits == [(0, 0x1001, "relaxed")]
+    assert (driver.stack(), driver.capture_modes[-1]) == ([0], "global")
+    driver.fail["cuStreamSynchronize"] = 700
+    with pytest.raises(DriverError, match=r"cuStreamSynchronize.*ILLEGAL_ADDRESS.*restart the process"):
+        launch.wait(5, 0)
+    assert (driver.stack(), driver.capture_modes[-1]) == ([0], "global")
 
 
 def test_a_stream_that_cannot_be_asked_is_an_error(driver):

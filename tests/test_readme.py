@@ -46,7 +46,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def test_blocks_are_found() -> None:
     """A pattern that finds nothing would make the tests below pass for any README."""
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 4
     assert len(blocks("shell")) == 3
     assert len(blocks("demo")) == 1
     marked = README.count("<!-- test: ")

@@ -381,7 +381,8 @@ class Bench:
         return FakeRunner(self, call, built)
 
     def compile(self, kernel: Any, arch: str) -> Entry:
-        if self.place(kernel.tile) in self.broken:
+        # Kernels that pack weights are shared by many tiles.
+        if not kernel.family.startswith("pack") and self.place(kernel.tile) in self.broken:
             raise CompileError("it does not compile\nat all")
         said = {"name": "k", "registers": 1, "spill_stores": 0, "spill_loads": 0, "compile_ms": 1.0}
         return Entry(b"\x7fELF", "", said)
@@ -456,7 +457,9 @@ def test_the_fastest_is_not_taken_by_the_next_plan(bench: Bench, manifest: str, 
     # A call that follows compiles nothing.
     store = default_store()
     assert store is not None
-    assert {key_of(kernel, ARCH) for kernel in plan(problem, ARCH, GPU).kernels} <= set(store.keys())
+    (entry,) = select(manifest)
+    launches = program.build(entry.call(), ARCH, GPU).launches
+    assert {key_of(step.kernel, ARCH) for step in launches} <= set(store.keys())
     assert len(store.keys()) < 2 * len(tiles)
 
 

@@ -3,9 +3,11 @@
     python examples/performance/layers.py [--output examples/performance] [--only TEXT] [--rows A:B] [--compile MODE]
 
 The list was written down before anything was tuned to it. Each row is timed at the dtype it names: float32 at both of
-torch's settings for convolutions, tf32 (its default) and ieee, which jitconv follows; 16-bit types as they are. Peers:
-eager on NC* and eager on channels_last input, the chain included, and with --compile torch.compile on both, in its
-mode "default" or "max-autotune". Kernels are compiled before anything is timed, by as many threads as there are cores.
+torch's settings for convolutions, tf32 (its default) and ieee, which jitconv follows; 16-bit types as they are. jitconv
+is timed as a function, which lays the weights out for the tensor cores at each call, and with frozen weights
+(jitconv.prepare), which are laid out once; what is said against the best peer is said of the function. Peers: eager on
+NC* and eager on channels_last input, the chain included, and with --compile torch.compile on both, in its mode
+"default" or "max-autotune". Kernels are compiled before anything is timed, by as many threads as there are cores.
 Timings as in headline.py: CUDA events, candidates in turns, L2 flushed, median of 10.
 
 --rows measures a part of the list, for machines that are lent by the minute; --output then adds to what is there.
@@ -154,15 +156,19 @@ def measure(layer: Layer, dtype: torch.dtype, setting: str, mode: str | None) ->
 
     steps = [E.add(residual) if step == "add" else getattr(E, step)() for step in layer.follows]
     last = CHANNELS_LAST.get(x.dim())
+    frozen = jitconv.prepare(fused, w, b, epilogue=steps, freeze_weights=True, **layer.parameters)
     candidates = {
         "jitconv": lambda: fused(x, w, b, epilogue=steps, **layer.parameters),
+        "frozen": lambda: frozen(x),
         "eager": lambda: chain(x, w, b, residual),
     }
     if last is not None:
         x_last, w_last = x.contiguous(memory_format=last), w.contiguous(memory_format=last)
         r_last = None if residual is None else residual.contiguous(memory_format=last)
         steps_last = [E.add(r_last) if step == "add" else getattr(E, step)() for step in layer.follows]
+        frozen_last = jitconv.prepare(fused, w, b, epilogue=steps_last, freeze_weights=True, **layer.parameters)
         candidates["jitconv channels_last"] = lambda: fused(x_last, w, b, epilogue=steps_last, **layer.parameters)
+        candidates["frozen channels_last"] = lambda: frozen_last(x_last)
         candidates["eager channels_last"] = lambda: chain(x_last, w_last, b, r_last)
     if mode is not None:
         function = torch.compile(chain, dynamic=False, mode=mode)
@@ -173,16 +179,23 @@ def measure(layer: Layer, dtype: torch.dtype, setting: str, mode: str | None) ->
     out = candidates["eager"]()
     flop = 2 * out.numel() * c * math.prod(layer.kernel)
     row = {name: timing.median for name, timing in times.items()}
-    ours = min(value for name, value in row.items() if name.startswith("jitconv"))
-    best = min(value for name, value in row.items() if not name.startswith("jitconv"))
+    ours, frozen_ours = (min(row[name] for name in row if name.startswith(start)) for start in ("jitconv", "frozen"))
+    best = min(value for name, value in row.items() if not name.startswith(("jitconv", "frozen")))
     difference = (candidates["jitconv"]().double() - out.double()).norm() / out.double().norm()
-    return {**row, "tflops": flop / ours / 1e9, "speed-up": best / ours, "difference": float(difference)}
+    return {
+        **row, "tflops": flop / ours / 1e9, "speed-up": best / ours, "speed-up frozen": best / frozen_ours,
+        "difference": float(difference),
+    }  # fmt: skip
 
 
 def _line(label: str, row: dict[str, Any], names: tuple[str, ...]) -> str:
     cells = [f"{row[name]:.3f}" if name in row else "–" for name in names]
     numbers = [f"{row['tflops']:.0f}", f"{row['speed-up']:.2f}", f"{row['difference']:.1e}"]
     return "| " + " | ".join([label, *cells, *numbers]) + " |"
+
+
+def _mean(record: dict[str, Any], name: str) -> str:
+    return f"{math.exp(sum(math.log(row[name]) for row in record.values()) / len(record)):.2f}"
 
 
 def main() -> None:
@@ -198,8 +211,8 @@ def main() -> None:
     first, last = (int(number) if number else None for number in options.rows.split(":"))
     layers = [layer for layer in LAYERS[first:last] if options.only in layer.name]
     warm(layers)
-    names = ("jitconv", "jitconv channels_last", "eager", "eager channels_last", "torch.compile",
-             "torch.compile channels_last")  # fmt: skip
+    names = ("jitconv", "jitconv channels_last", "frozen", "frozen channels_last", "eager", "eager channels_last",
+             "torch.compile", "torch.compile channels_last")  # fmt: skip
     head = ["layer and dtype", *names, "TFLOP/s", "times the best peer's speed", "difference from eager"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     print("\n".join(lines), flush=True)
@@ -215,8 +228,9 @@ def main() -> None:
                 print(_line(label, row, names), flush=True)
                 torch.cuda.empty_cache()
     lines += [_line(label, row, names) for label, row in record.items()]
-    speedups = [row["speed-up"] for row in record.values()]
-    summary = f"{len(speedups)} rows, geometric mean {math.exp(sum(map(math.log, speedups)) / len(speedups)):.2f}"
+    summary = f"{len(record)} rows, geometric mean {_mean(record, 'speed-up')}"
+    if all("speed-up frozen" in row for row in record.values()):
+        summary += f", with frozen weights {_mean(record, 'speed-up frozen')}"
     print(f"\n{summary}; {environment()}")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
