@@ -62,9 +62,7 @@ def plan_with_tile(problem: Problem, tile: ConvolutionTile) -> Plan:
     computed = replace(problem, sizes=Problem.sizes)
     kernels = []
     if packing is not None:
-        # Weights are packed alike whatever happens to x and to outputs.
-        packed = replace(computed, x_vector=False, bias=False, prologue=(), epilogue=())
-        kernels.append(KernelPlan(packing, packed, tile, 0, 0, problem.dtype, "float32"))
+        kernels.append(KernelPlan(packing, computed, tile, 0, 0, problem.dtype, "float32"))
     for i, last in enumerate(cuts):
         first = cuts[i - 1] if i else 0
         final = i == len(cuts) - 1
