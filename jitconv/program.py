@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -236,7 +236,7 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
     separable = call.operator == "depthwise_separable"
     channels_last = x.stride(1) == 1 and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
     values = [*bound["epilogue"].shapes, bound["epilogue"].shape]
-    return Problem(
+    problem = Problem(
         operator=call.operator,
         in_channels=x.shape[1],
         out_channels=values[0][1],
@@ -271,6 +271,9 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
         between=bound["between"].specs,
         epilogue=bound["epilogue"].specs,
     )
+    if arch != "sm_90a" or not _on_tensor_cores(call, arch) or problem.prologue or problem.is_padded:
+        return problem
+    return replace(problem, x_patches=_patches(x, problem))
 
 
 def _on_tensor_cores(call: Call, arch: str) -> bool:
@@ -298,6 +301,39 @@ def _vectors_of_rows(x: Tensor) -> bool:
     *steps, last = x.stride()
     dense = last == 1 or x.shape[-1] == 1
     return _aligned(x) and dense and not _expanded(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+
+
+def _patches(x: Tensor, problem: Problem) -> str:
+    """How the patches lie in memory that a filter reads whose outputs share no x (``Problem.x_patches``)."""
+    if not _aligned(x) or _expanded(x):
+        return ""
+    last = problem.x_memory_format == "channels_last"
+    item = x.element_size()
+    columns, together = problem.kernel_size[-1], all(
+        k == 1 or dilation == 1 for k, dilation in zip(problem.kernel_size, problem.dilation, strict=True)
+    )
+    sizes, steps = list(x.shape), _steps(x)
+
+    def whole_vectors(*elements: int) -> bool:
+        return all(count * item % 16 == 0 for count in elements)
+
+    if tuple(sizes[2:]) == problem.kernel_size and problem.groups == 1 and together:
+        axes = [1, *range(x.dim() - 1, 1, -1)] if last else list(range(x.dim() - 1, 0, -1))
+        dense = all(
+            sizes[axis] == 1 or steps[axis] == math.prod(sizes[inner] for inner in axes[:i])
+            for i, axis in enumerate(axes)
+        )
+        if dense and whole_vectors(math.prod(sizes[1:]), steps[0]):
+            return "whole"
+    # Rows, of which the filter is made of several or a position of several columns; others are read as any filter's.
+    if not problem.is_product or problem.taps == 1 or (columns > 1 and problem.dilation[-1] > 1) or (last and problem.groups > 1):
+        return ""
+    width = problem.in_channels if last else 1
+    side_by_side = columns == 1 or steps[-1] == width
+    outer = (steps[0], *steps[2:-1]) if last else steps[:-1]
+    if side_by_side and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *outer):
+        return "rows"
+    return ""
 
 
 def _expanded(x: Tensor) -> bool:

@@ -101,7 +101,8 @@ class WgmmaTile:
     they convert. A block that marches computes one plane d of outputs after the other and keeps the planes of x that
     they share. A flat tile cuts its positions from the row of all of them, whatever sample they are of,
     and counts every tap of every input channel as a channel: a matrix product, for filters that share no x between
-    outputs.
+    outputs. ``patches``: tensor copies fetch such products: of "rows" of patches, for the positions of a box, or of
+    "whole" ones, for a flat tile (``Problem.x_patches``).
     """
 
     box: tuple[int, int]
@@ -123,6 +124,12 @@ class WgmmaTile:
     raws: int = 0
     march: bool = False
     flat: bool = False
+    patches: str = ""
+
+    @property
+    def product(self) -> bool:
+        """Whether every tap of every input channel counts as a channel."""
+        return self.flat or self.patches != ""
 
     @property
     def consumers(self) -> int:

@@ -32,14 +32,14 @@ def _axes(problem: Problem, tile: WgmmaTile) -> list[tuple[int, int, int]]:
 
 def cells(problem: Problem, tile: WgmmaTile) -> int:
     """Cells of one plane of the halo ring (WgmmaTile::CELLS in templates/device/halo_wgmma.cuh)."""
-    if tile.flat:
+    if tile.product:
         return tile.box[0] * tile.box[1]
     (_, rows, _), (_, columns, classes) = _axes(problem, tile)
     return classes * (-(-rows * -(-columns // classes) // 8) * 8)
 
 
 def copies(problem: Problem, tile: WgmmaTile) -> str:
-    """How tensor copies can fetch x: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
+    """How tensor copies can fetch x for a tile: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
     if tile.flat or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
         return ""
     if problem.groups > 1 and problem.in_channels // problem.groups % (tile.step_channels * tile.steps):
@@ -75,6 +75,45 @@ def _piece(problem: Problem, tile: WgmmaTile) -> tuple[int, int]:
     return pieces, -(-span // (pieces * vector)) * vector
 
 
+def patch_row(problem: Problem) -> int:
+    """Elements of a patch that lie side by side in memory (``Problem.x_patches``)."""
+    if problem.x_patches == "whole":
+        return problem.in_channels * problem.taps
+    return problem.kernel_size[-1] * (problem.in_channels if problem.x_memory_format == "channels_last" else 1)
+
+
+def patch_piece(problem: Problem, tile: WgmmaTile) -> int:
+    """Elements of a patch that one tensor copy takes for each position."""
+    vector = _vector(problem)
+    if tile.copies == "direct":
+        return vector  # as products read them
+    # Up to 128 bytes: a chunk and a row are made of whole pieces, but for the end of a whole patch.
+    row = 0 if problem.x_patches == "whole" else patch_row(problem) // vector
+    return math.gcd(row, 2 * tile.steps, 8) * vector
+
+
+def _patch_map(kernel: KernelPlan, extents: Extents, strides: tuple[int, ...]) -> TensorMap:
+    """The map of x whose boxes are a piece of the patch of each position of a tile."""
+    p, tile = kernel.problem, kernel.tile
+    assert isinstance(tile, WgmmaTile)
+    vector, piece, row = _vector(p), patch_piece(p, tile), patch_row(p)
+    n, c, d, h, w = strides
+
+    def apart(*elements: int) -> tuple[int, ...]:
+        # An axis of one element has no stride; the map wants one all the same.
+        return tuple((count or vector) * 16 // vector for count in elements)
+
+    if tile.flat:
+        return TensorMap(p.dtype, (row, extents.batch), apart(n), (piece, tile.box[1]))
+    # The last axis goes to any row of any patch, 16 bytes a step: samples, channels, planes and rows all lie along it.
+    _, height, width = extents.value[0]
+    across, down = common.padded(p.stride, 1)[2] * w, common.padded(p.stride, 1)[1] * h
+    counts = (extents.batch, p.in_channels, *extents.x[:2])
+    last = sum((count - 1) * step for count, step in zip(counts, (n, c, d, h), strict=True))
+    axes = (row, width, height, last // vector + 1)
+    return TensorMap(p.dtype, axes, apart(across, down, vector), (piece, tile.box[1], tile.box[0], 1))
+
+
 def tensor_maps(
     kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, TensorMap]]:
@@ -82,6 +121,8 @@ def tensor_maps(
     assert isinstance(tile, WgmmaTile)
     if not tile.copies:
         return {}
+    if tile.patches:
+        return {"x_boxes": ("x", _patch_map(kernel, extents, strides["x"]))}
     spans, steps = _box(p, tile)
     (x_d, x_h, x_w), (n, c, d, h, w) = extents.x, strides["x"]
     if p.x_memory_format == "channels_last":
@@ -130,12 +171,16 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "raws": tile.raws,
             "march": tile.march,
             "flat": tile.flat,
+            "patches": tile.patches,
+            "product": tile.product,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
+        "patch_row": patch_row(p) if tile.patches else 0,
+        "patch_piece": patch_piece(p, tile) if tile.patches else 0,
         "packed_words": pack_planes.lines(p, tile) * tile.parts * 4,
         "flag_words": pack_planes.flags_of_a_block(p, tile),
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
@@ -269,7 +314,7 @@ def stage_bytes(tile: WgmmaTile) -> int:
 
 def raw_bytes(problem: Problem, tile: WgmmaTile) -> int:
     """Size of one raw box."""
-    if problem.x_memory_format == "channels_last":
+    if problem.x_memory_format == "channels_last" or tile.patches:
         return 2 * tile.steps * cells(problem, tile) * 16
     (_, rows, _), _ = _axes(problem, tile)
     pieces, piece = _piece(problem, tile)
@@ -295,7 +340,8 @@ def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
         channels = tile.chunks(p.in_channels // p.groups * p.taps) * tile.step_channels * tile.steps
         # And for split products a word for every cell of every unit.
         behind += 4 * tile.units * cells(p, tile) if tile.parts == 2 else 0
-        behind = -(-behind // size) * size + channels * size
+        if not tile.patches:
+            behind = -(-behind // size) * size + channels * size
     return -(-(rings + behind) // 128) * 128
 
 

@@ -27,7 +27,7 @@ def channel_blocks(problem: Problem, tile: WgmmaTile) -> int:
 
 def _lines_of_a_block(problem: Problem, tile: WgmmaTile) -> int:
     channels = problem.in_channels // problem.groups
-    if tile.flat:
+    if tile.product:
         return tile.chunks(channels * problem.taps) * 2 * tile.steps * tile.channels
     return tile.chunks(channels) * problem.taps * 2 * tile.steps * tile.channels
 
@@ -55,8 +55,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "tile": {
             "channels": tile.channels,
             "steps": tile.steps,
-            "chunks": tile.chunks(p.in_channels // p.groups * (p.taps if tile.flat else 1)),
-            "flat": tile.flat,
+            "chunks": tile.chunks(p.in_channels // p.groups * (p.taps if tile.product else 1)),
+            "product": tile.product,
             "permuted": tile.permuted,
         },
         "math": tile.math,

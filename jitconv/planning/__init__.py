@@ -63,7 +63,7 @@ def plan_with_tile(problem: Problem, tile: ConvolutionTile) -> Plan:
     kernels = []
     if packing is not None:
         # Weights are packed alike whatever happens to x and to outputs.
-        packed = replace(computed, x_vector=False, bias=False, prologue=(), epilogue=())
+        packed = replace(computed, x_vector=False, x_patches="", bias=False, prologue=(), epilogue=())
         kernels.append(KernelPlan(packing, packed, tile, 0, 0, problem.dtype, "float32"))
     for i, last in enumerate(cuts):
         first = cuts[i - 1] if i else 0
