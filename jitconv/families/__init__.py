@@ -176,6 +176,10 @@ class WgmmaTile:
         sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
         # Splitting values takes more than rounding them, if the consumers can do without.
         least = {"direct": 24, "raw": 56 if self.parts == 2 and sums <= 144 else 40, "": 56}[self.copies]
+        if self.patches and self.copies == "raw":
+            # Two addresses of every item that a thread converts.
+            most = 88 if self.parts == 2 else 72
+            least = most if (total - most * self.producers) // self.consumers >= sums + 56 else least
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
             # What the consumers can do without, loads on their way can use.
