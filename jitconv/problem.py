@@ -68,7 +68,7 @@ RUN_TIME = (
 )
 
 #: How a filter that never reads x twice finds its patches in memory (:class:`Problem`).
-PATCHES = ("", "rows", "whole")
+PATCHES = ("", "rows", "matrix")
 
 #: Classes of an extent: at most 8, at most 16, and all others.
 SIZE_CLASSES = (8, 16, 32)
@@ -154,10 +154,10 @@ class Problem:
     ``memory_format`` is the layout of the output; ``x_memory_format`` says which axis of x is dense in memory and
     decides only the order in which x is read (its strides are run-time values); ``x_vector``: x is made
     of aligned 16-byte vectors, of a position's channels (channels_last) or of a row (channels_first).
-    ``x_patches`` says how the patches lie in memory that a filter reads whose outputs share no x: "whole": every sample
-    is one patch, dense in the order of ``x_memory_format``, and starts at a multiple of 16 bytes; "rows": what a patch
-    holds side by side (its columns, with their channels where x is channels_last) are whole aligned 16-byte vectors;
-    "": neither.
+    ``x_patches`` says how the patches lie in memory that a filter reads whose outputs share no x: "matrix": each is
+    dense, in the order of ``x_memory_format``, and they lie at a constant distance, all in whole aligned 16-byte
+    vectors (a filter as large as x, or a pointwise one); "rows": so lies what a patch holds side by side, its columns,
+    with their channels where x is channels_last; "": neither.
     ``index_bits`` is the width of element offsets. ``sizes`` are the classes of the output's last two extents.
     The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """

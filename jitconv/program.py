@@ -309,31 +309,41 @@ def _patches(x: Tensor, problem: Problem) -> str:
         return ""
     last = problem.x_memory_format == "channels_last"
     item = x.element_size()
-    columns, together = problem.kernel_size[-1], all(
-        k == 1 or dilation == 1 for k, dilation in zip(problem.kernel_size, problem.dilation, strict=True)
-    )
     sizes, steps = list(x.shape), _steps(x)
+    columns, width = problem.kernel_size[-1], problem.in_channels if last else 1
 
     def whole_vectors(*elements: int) -> bool:
         return all(count * item % 16 == 0 for count in elements)
 
-    if tuple(sizes[2:]) == problem.kernel_size and problem.groups == 1 and together:
-        axes = [1, *range(x.dim() - 1, 1, -1)] if last else list(range(x.dim() - 1, 0, -1))
-        dense = all(
-            sizes[axis] == 1 or steps[axis] == math.prod(sizes[inner] for inner in axes[:i])
-            for i, axis in enumerate(axes)
-        )
-        if dense and whole_vectors(math.prod(sizes[1:]), steps[0]):
-            return "whole"
+    # The axes of a patch and those of the positions, innermost first.
+    order = [1, *range(x.dim() - 1, 1, -1), 0] if last else list(range(x.dim() - 1, -1, -1))
+    covered = tuple(sizes[2:]) == problem.kernel_size and all(
+        k == 1 or dilation == 1 for k, dilation in zip(problem.kernel_size, problem.dilation, strict=True)
+    )
+    pointwise = problem.taps == 1 and last and all(stride == 1 for stride in problem.stride)
+    if problem.groups == 1 and (covered or pointwise):
+        inner, outer = (order[:-1], order[-1:]) if covered else (order[:1], order[1:])
+        pitch = next((steps[axis] for axis in outer if sizes[axis] > 1), 0)
+        reduction = math.prod(sizes[axis] for axis in inner)
+        if _joined(sizes, steps, inner, 1) and _joined(sizes, steps, outer, pitch) and whole_vectors(reduction, pitch):
+            return "matrix"
     # Rows, of which the filter is made of several or a position of several columns; others are read as any filter's.
-    if not problem.is_product or problem.taps == 1 or (columns > 1 and problem.dilation[-1] > 1) or (last and problem.groups > 1):
+    if not problem.is_product or problem.taps == 1 or (last and problem.groups > 1):
         return ""
-    width = problem.in_channels if last else 1
-    side_by_side = columns == 1 or steps[-1] == width
-    outer = (steps[0], *steps[2:-1]) if last else steps[:-1]
-    if side_by_side and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *outer):
+    side_by_side = columns == 1 or (steps[-1] == width and problem.dilation[-1] == 1)
+    apart = (steps[0], *steps[2:-1]) if last else steps[:-1]
+    if side_by_side and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *apart):
         return "rows"
     return ""
+
+
+def _joined(sizes: Sequence[int], steps: Sequence[int], axes: Sequence[int], step: int) -> bool:
+    """Whether ``axes``, innermost first, are one axis of that step."""
+    for axis in axes:
+        if sizes[axis] > 1 and steps[axis] != step:
+            return False
+        step *= sizes[axis]
+    return True
 
 
 def _expanded(x: Tensor) -> bool:

@@ -102,7 +102,7 @@ class WgmmaTile:
     they share. A flat tile cuts its positions from the row of all of them, whatever sample they are of,
     and counts every tap of every input channel as a channel: a matrix product, for filters that share no x between
     outputs. ``patches``: tensor copies fetch such products: of "rows" of patches, for the positions of a box, or of
-    "whole" ones, for a flat tile (``Problem.x_patches``).
+    a "matrix" of positions by patches, for a flat tile (``Problem.x_patches``).
     """
 
     box: tuple[int, int]

@@ -77,7 +77,7 @@ def _piece(problem: Problem, tile: WgmmaTile) -> tuple[int, int]:
 
 def patch_row(problem: Problem) -> int:
     """Elements of a patch that lie side by side in memory (``Problem.x_patches``)."""
-    if problem.x_patches == "whole":
+    if problem.x_patches == "matrix":
         return problem.in_channels * problem.taps
     return problem.kernel_size[-1] * (problem.in_channels if problem.x_memory_format == "channels_last" else 1)
 
@@ -87,8 +87,8 @@ def patch_piece(problem: Problem, tile: WgmmaTile) -> int:
     vector = _vector(problem)
     if tile.copies == "direct":
         return vector  # as products read them
-    # Up to 128 bytes: a chunk and a row are made of whole pieces, but for the end of a whole patch.
-    row = 0 if problem.x_patches == "whole" else patch_row(problem) // vector
+    # Up to 128 bytes: a chunk and a row are made of whole pieces, but for the end of a dense patch.
+    row = 0 if problem.x_patches == "matrix" else patch_row(problem) // vector
     return math.gcd(row, 2 * tile.steps, 8) * vector
 
 
@@ -104,7 +104,9 @@ def _patch_map(kernel: KernelPlan, extents: Extents, strides: tuple[int, ...]) -
         return tuple((count or vector) * 16 // vector for count in elements)
 
     if tile.flat:
-        return TensorMap(p.dtype, (row, extents.batch), apart(n), (piece, tile.box[1]))
+        # Samples, or pixels, where all axes are one.
+        pitch = n if p.taps > 1 else next((stride for stride in (w, h, d, n) if stride), 0)
+        return TensorMap(p.dtype, (row, _grid(extents)["positions"]), apart(pitch), (piece, tile.box[1]))
     # The last axis goes to any row of any patch, 16 bytes a step: samples, channels, planes and rows all lie along it.
     _, height, width = extents.value[0]
     across, down = common.padded(p.stride, 1)[2] * w, common.padded(p.stride, 1)[1] * h

@@ -5,7 +5,7 @@ As everywhere in planning, the choice looks at the Problem and the architecture,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -42,17 +42,23 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
         shapes += [replace(tile, march=True) for tile in shapes]
     # Tensor copies fetch boxes faster than loads fetch positions one by one, unless images are smaller than boxes.
     small = min(problem.sizes) < 32 or not any(tile.copies for tile in shapes)
-    yield from _fitted(problem, _patch_shapes(problem, math), _patch_cost, arch)
+    patches = list(_patch_shapes(problem, math))
+    if problem.taps > 1:
+        yield from _fitted(problem, patches, arch)
+    else:
+        shapes += patches
     if problem.is_product and (problem.taps > 1 or small):
         shapes += list(_flat_shapes(problem, math))
-    yield from _fitted(problem, shapes, _cost, arch)
+    yield from _fitted(problem, shapes, arch)
 
 
-def _fitted(
-    problem: Problem, shapes: Iterable[WgmmaTile], cost: Callable[[Problem, WgmmaTile], float], arch: str
-) -> Iterator[WgmmaTile]:
+def _fitted(problem: Problem, shapes: Iterable[WgmmaTile], arch: str) -> Iterator[WgmmaTile]:
     """Those that fit, the cheapest first."""
-    for shape in sorted(shapes, key=lambda tile: cost(problem, tile)):
+
+    def cost(tile: WgmmaTile) -> float:
+        return _patch_cost(problem, tile) if tile.patches else _cost(problem, tile)
+
+    for shape in sorted(shapes, key=cost):
         fitted = _fit(problem, shape, arch)
         if fitted is not None:
             yield fitted
@@ -125,7 +131,7 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
     """Tiles whose patches tensor copies fetch, whose rings have not been sized yet."""
     if not problem.x_patches or problem.index_bits != 32:
         return  # the copies' coordinates have 32 bits
-    whole = problem.x_patches == "whole"
+    matrix = problem.x_patches == "matrix"
     outputs = problem.out_channels // problem.groups
     common: dict[str, Any] = {
         "math": math,
@@ -134,7 +140,7 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
         "stages": 0,
         "units": 0,
         "promote_stages": 1 if math == "TF32X3" else 0,
-        "flat": whole,
+        "flat": matrix,
         "patches": problem.x_patches,
     }
     for copies, raws in (("direct", 0), ("raw", 3)):
@@ -148,11 +154,11 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
                     if consumers > 1 and outputs > n and n >= 64 and strips <= 2:
                         groups.append((2, 1))
                     for along, across in groups:
-                        box, strip = _box(64, strips, across, whole or problem.rank == 1)
+                        box, strip = _box(64, strips, across, matrix or problem.rank == 1)
                         # A copy spans 256 positions.
                         if max(box) <= 256:
                             yield WgmmaTile(box, along * n, False, strip, along, across, blocks=blocks, **common)
-            for columns in (64, 128, 256) if not whole else ():
+            for columns in (64, 128, 256) if not matrix else ():
                 # Channels as rows, for few positions or outputs that lie along w.
                 box, strip = _box(columns, 1, consumers, problem.rank == 1)
                 if max(box) <= 256:
@@ -254,7 +260,7 @@ def _patch_cost(problem: Problem, tile: WgmmaTile) -> float:
         tiles = -(-boxes // 1) * -(-outputs // tile.channels)
         rounds = -(-tiles // (_MULTIPROCESSORS * tile.blocks)) * tile.blocks
         total += rounds * work * _MULTIPROCESSORS / (typical * outputs)
-    return total
+    return total / len(_TYPICAL_POSITIONS)
 
 
 def _coverage(problem: Problem, tile: WgmmaTile) -> float:
