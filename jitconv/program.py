@@ -330,11 +330,11 @@ def _patches(x: Tensor, problem: Problem) -> str:
     # Rows, of which the filter is made of several or a position of several columns; others are read as any filter's.
     if not problem.is_product or problem.taps == 1 or (last and problem.groups > 1):
         return ""
-    side_by_side = columns == 1 or (steps[-1] == width and problem.dilation[-1] == 1)
+    line = steps[-1] == width and problem.dilation[-1] == 1
     apart = (steps[0], *steps[2:-1]) if last else steps[:-1]
-    if side_by_side and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *apart):
+    if (line or columns == 1) and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *apart):
         return "rows"
-    return ""
+    return "lines" if line and columns > 1 and whole_vectors(*apart) else ""
 
 
 def _joined(sizes: Sequence[int], steps: Sequence[int], axes: Sequence[int], step: int) -> bool:

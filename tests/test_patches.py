@@ -47,7 +47,8 @@ CASES: dict[str, tuple[str, Hopper]] = {
     "channels_last": ("rows raw", Hopper("tf32", (2, 3, 12, 36), 40, (4, 4), "channels_last", parameters={S: 4})),
     "16 bit": ("rows raw", Hopper("half", (2, 3, 32, 48), 40, (16, 16), parameters={S: 16})),
     "16 bit, straight": ("rows direct", Hopper("bfloat16", (3, 3, 32, 48), 70, (8, 8), parameters={S: 8})),
-    "16 bit, channels_last": ("rows direct", Hopper("half", (2, 16, 8, 12), 40, (2, 2), "channels_last", parameters={S: 2})),
+    "16 bit, channels_last": (
+        "rows direct", Hopper("half", (2, 16, 8, 12), 40, (2, 2), "channels_last", parameters={S: 2})),
     "channels are rows": ("rows raw C", Hopper("tf32", (2, 5, 12, 88), 40, (1, 8), parameters={S: (1, 8)})),
     "channels are rows, 16 bit": ("rows direct C", Hopper("half", (2, 5, 12, 88), 40, (1, 8), parameters={S: (1, 8)})),
     "split": ("rows raw", Hopper("ieee", (2, 5, 12, 40), 40, (4, 4), parameters={S: 4})),
@@ -61,6 +62,16 @@ CASES: dict[str, tuple[str, Hopper]] = {
     "pixels, split": ("matrix raw", Hopper("ieee", (3, 12, 7, 9), 40, (1, 1), "channels_last")),
     "3d with gaps": (
         "rows raw", Hopper("tf32", (2, 3, 7, 13, 28), 33, (2, 3, 4), parameters={S: (3, 6, 8), "dilation": (2, 2, 1)})),
+    "lines": ("lines raw", Hopper("tf32", (2, 3, 30, 40), 40, (7, 7), parameters={S: 7})),
+    "lines of 16 bit": ("lines raw", Hopper("half", (2, 3, 30, 56), 40, (14, 14), parameters={S: 14})),
+    "lines of channels": (
+        "lines raw", Hopper("tf32", (2, 3, 28, 44), 40, (14, 14), "channels_last", parameters={S: 14})),
+    "lines of channels, 16 bit": (
+        "lines raw", Hopper("bfloat16", (2, 3, 28, 72), 40, (14, 14), "channels_last", parameters={S: 14})),
+    "lines, split": ("lines raw", Hopper("ieee", (2, 3, 28, 44), 40, (14, 14), parameters={S: 14})),
+    "lines with gaps": (
+        "lines raw C", Hopper("half", (2, 5, 28, 88), 40, (4, 5), parameters={S: (7, 6), "dilation": (2, 1)})),
+    "lines, 1d": ("lines raw", Hopper("bfloat16", (2, 6, 1000), 40, (9,), parameters={S: 9})),
     "groups": ("rows raw", Hopper("tf32", (2, 6, 8, 12), 70, (4, 4), parameters={S: 4, "groups": 2})),
     "1d": ("rows direct", Hopper("half", (2, 6, 1000), 40, (8,), parameters={S: 8})),
 }  # fmt: skip
@@ -146,7 +157,7 @@ def test_a_value_that_does_not_split_is_wrong_or_reaches_another_sample(hopper: 
 #: Which patches x has, by its shape, the filter's and the parameters.
 FOUND: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any], str, str]] = {
     "an image": ("rows", (2, 3, 32, 32), (8, 8), {S: 8}, "contiguous", "float32"),
-    "columns that are no vectors": ("", (2, 3, 28, 28), (7, 7), {S: 7}, "contiguous", "float32"),
+    "columns that are no vectors": ("lines", (2, 3, 28, 28), (7, 7), {S: 7}, "contiguous", "float32"),
     "rows that are no vectors": ("", (2, 3, 32, 34), (8, 8), {S: 8}, "contiguous", "bfloat16"),
     "channels_last": ("rows", (2, 3, 32, 32), (8, 8), {S: 8}, "channels_last", "float32"),
     "groups of channels side by side": ("", (2, 8, 32, 32), (8, 8), {S: 8, "groups": 2}, "channels_last", "float32"),

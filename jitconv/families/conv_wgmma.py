@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_planes
+from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_planes, patches
 from jitconv.layout import Field, Layout
 from jitconv.problem import Problem
 from jitconv.tensor_map import TensorMap
@@ -75,47 +75,6 @@ def _piece(problem: Problem, tile: WgmmaTile) -> tuple[int, int]:
     return pieces, -(-span // (pieces * vector)) * vector
 
 
-def patch_row(problem: Problem) -> int:
-    """Elements of a patch that lie side by side in memory (``Problem.x_patches``)."""
-    if problem.x_patches == "matrix":
-        return problem.in_channels * problem.taps
-    return problem.kernel_size[-1] * (problem.in_channels if problem.x_memory_format == "channels_last" else 1)
-
-
-def patch_piece(problem: Problem, tile: WgmmaTile) -> int:
-    """Elements of a patch that one tensor copy takes for each position."""
-    vector = _vector(problem)
-    if tile.copies == "direct":
-        return vector  # as products read them
-    # Up to 128 bytes: a chunk and a row are made of whole pieces, but for the end of a dense patch.
-    row = 0 if problem.x_patches == "matrix" else patch_row(problem) // vector
-    return math.gcd(row, 2 * tile.steps, 8) * vector
-
-
-def _patch_map(kernel: KernelPlan, extents: Extents, strides: tuple[int, ...]) -> TensorMap:
-    """The map of x whose boxes are a piece of the patch of each position of a tile."""
-    p, tile = kernel.problem, kernel.tile
-    assert isinstance(tile, WgmmaTile)
-    vector, piece, row = _vector(p), patch_piece(p, tile), patch_row(p)
-    n, c, d, h, w = strides
-
-    def apart(*elements: int) -> tuple[int, ...]:
-        # An axis of one element has no stride; the map wants one all the same.
-        return tuple((count or vector) * 16 // vector for count in elements)
-
-    if tile.flat:
-        # Samples, or pixels, where all axes are one.
-        pitch = n if p.taps > 1 else next((stride for stride in (w, h, d, n) if stride), 0)
-        return TensorMap(p.dtype, (row, _grid(extents)["positions"]), apart(pitch), (piece, tile.box[1]))
-    # The last axis goes to any row of any patch, 16 bytes a step: samples, channels, planes and rows all lie along it.
-    _, height, width = extents.value[0]
-    across, down = common.padded(p.stride, 1)[2] * w, common.padded(p.stride, 1)[1] * h
-    counts = (extents.batch, p.in_channels, *extents.x[:2])
-    last = sum((count - 1) * step for count, step in zip(counts, (n, c, d, h), strict=True))
-    axes = (row, width, height, last // vector + 1)
-    return TensorMap(p.dtype, axes, apart(across, down, vector), (piece, tile.box[1], tile.box[0], 1))
-
-
 def tensor_maps(
     kernel: KernelPlan, extents: Extents, strides: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, TensorMap]]:
@@ -124,7 +83,7 @@ def tensor_maps(
     if not tile.copies:
         return {}
     if tile.patches:
-        return {"x_boxes": ("x", _patch_map(kernel, extents, strides["x"]))}
+        return {"x_boxes": ("x", patches.tensor_map(p, tile, extents, strides["x"]))}
     spans, steps = _box(p, tile)
     (x_d, x_h, x_w), (n, c, d, h, w) = extents.x, strides["x"]
     if p.x_memory_format == "channels_last":
@@ -181,8 +140,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
-        "patch_row": patch_row(p) if tile.patches else 0,
-        "patch_piece": patch_piece(p, tile) if tile.patches else 0,
+        "reduced": patches.reduction(p, tile) if tile.product else p.in_channels // p.groups,
+        "patch": _patch(p, tile) if tile.patches else None,
         "packed_words": pack_planes.lines(p, tile) * tile.parts * 4,
         "flag_words": pack_planes.flags_of_a_block(p, tile),
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
@@ -190,6 +149,23 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "shared_bytes": shared_bytes(kernel),
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
+    }
+
+
+def _patch(problem: Problem, tile: WgmmaTile) -> dict[str, int]:
+    """What the copies of patches know of them."""
+    row = patches.row(problem, tile.patches)
+    filled = patches.row_vectors(problem, tile.patches) * patches.vector(problem)
+    line = patches.line(problem, tile) if tile.patches == "lines" else None
+    if line is None:
+        return {"row": row, "filled": filled, "piece": patches.piece(problem, tile)}
+    return {
+        "row": row,
+        "filled": filled,
+        "piece": line.span,
+        "positions": line.positions,
+        "pieces": line.pieces,
+        "line_bytes": patches.line_bytes(problem, tile, line),
     }
 
 
@@ -339,7 +315,7 @@ def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
     if tile.flat:
         # A number for every channel of every chunk, at its own alignment.
         size = p.index_bits // 8
-        channels = tile.chunks(p.in_channels // p.groups * p.taps) * tile.step_channels * tile.steps
+        channels = tile.chunks(patches.reduction(p, tile)) * tile.step_channels * tile.steps
         # And for split products a word for every cell of every unit.
         behind += 4 * tile.units * cells(p, tile) if tile.parts == 2 else 0
         if not tile.patches:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jitconv.architectures import limits_of
-from jitconv.families import WgmmaTile, conv_wgmma
+from jitconv.families import WgmmaTile, conv_wgmma, patches
 from jitconv.planning.tensor_cores import math_of
 from jitconv.problem import Problem
 
@@ -22,6 +22,9 @@ _COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 _SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "direct"): 144, (1, "direct"): 192}
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
+
+#: Products along k in a chunk of rows of patches: longer rows are loaded element by element.
+_MOST_STEPS = 8
 
 #: Extents of outputs that tiles are weighed at, by class (jitconv.problem.size_class).
 _TYPICAL = {8: (7, 8), 16: (12, 14, 16), 32: (20, 28, 32, 56, 64, 112, 128, 256)}
@@ -42,11 +45,11 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
         shapes += [replace(tile, march=True) for tile in shapes]
     # Tensor copies fetch boxes faster than loads fetch positions one by one, unless images are smaller than boxes.
     small = min(problem.sizes) < 32 or not any(tile.copies for tile in shapes)
-    patches = list(_patch_shapes(problem, math))
+    products = [tile for tile in _patch_shapes(problem, math) if tile.patches != "lines" or patches.line(problem, tile)]
     if problem.taps > 1:
-        yield from _fitted(problem, patches, arch)
+        yield from _fitted(problem, products, arch)
     else:
-        shapes += patches
+        shapes += products
     if problem.is_product and (problem.taps > 1 or small):
         shapes += list(_flat_shapes(problem, math))
     yield from _fitted(problem, shapes, arch)
@@ -131,11 +134,15 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
     """Tiles whose patches tensor copies fetch, whose rings have not been sized yet."""
     if not problem.x_patches or problem.index_bits != 32:
         return  # the copies' coordinates have 32 bits
+    lines = problem.x_patches == "lines"
+    steps = patches.steps(problem)
+    if steps > _MOST_STEPS:
+        return
     matrix = problem.x_patches == "matrix"
     outputs = problem.out_channels // problem.groups
     common: dict[str, Any] = {
         "math": math,
-        "steps": 4,
+        "steps": steps,
         "stage_taps": 1,
         "stages": 0,
         "units": 0,
@@ -144,7 +151,7 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
         "patches": problem.x_patches,
     }
     for copies, raws in (("direct", 0), ("raw", 3)):
-        if copies == "direct" and problem.dtype == "float32":
+        if copies == "direct" and (lines or problem.dtype == "float32"):
             continue
         common |= {"copies": copies, "raws": raws}
         for blocks, consumers in ((2, 1), (1, 2)):
@@ -241,13 +248,13 @@ _MULTIPROCESSORS = 132
 def _patch_cost(problem: Problem, tile: WgmmaTile) -> float:
     """Estimated cycles for an output, as in :func:`_cost`, with the blocks that stand idle at typical sizes."""
     outputs = problem.out_channels // problem.groups
-    steps = tile.chunks(problem.in_channels // problem.groups * problem.taps) * tile.steps
+    steps = tile.chunks(patches.reduction(problem, tile)) * tile.steps
     n, positions = tile.columns, tile.box[0] * tile.box[1]
     products = positions * tile.channels // (64 * n) * (3 if tile.parts == 2 else 1)
     multiply = steps * products * (max(n / 2, 16 + n / 4) + 0.3 * (16 + n / 4))
     fetch = steps * 32 * (positions + tile.channels * tile.parts) / 40
     # A copy writes 16 bytes a cycle where its rows are no longer.
-    piece = conv_wgmma.patch_piece(problem, tile) * (4 if problem.dtype == "float32" else 2)
+    piece = (8 if tile.patches == "lines" else patches.piece(problem, tile)) * (4 if problem.dtype == "float32" else 2)
     copy = steps * positions * max(1.0, 32 / piece)
     instructions = 0.0 if tile.copies == "direct" else 34.0 if tile.parts == 1 else 56.0
     stage = steps * positions * instructions / 32 / 1.5
