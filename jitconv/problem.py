@@ -157,8 +157,8 @@ class Problem:
     ``x_patches`` says how the patches lie in memory that a filter reads whose outputs share no x: "matrix": each is
     dense, in the order of ``x_memory_format``, and they lie at a constant distance, all in whole aligned 16-byte
     vectors (a filter as large as x, or a pointwise one); "rows": so lies what a patch holds side by side, its columns,
-    with their channels where x is channels_last; "lines": lines of x along w are dense and so aligned, wherever the rows
-    of patches start in them; "": none of these.
+    with their channels where x is channels_last; "lines": so lie lines of x along w, wherever the rows of patches start
+    in them; "": none of these.
     ``index_bits`` is the width of element offsets. ``sizes`` are the classes of the output's last two extents.
     The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """

@@ -178,7 +178,7 @@ class WgmmaTile:
         least = {"direct": 24, "raw": 56 if self.parts == 2 and sums <= 144 else 40, "": 56}[self.copies]
         if self.patches and self.copies == "raw":
             # Two addresses of every item that a thread converts.
-            most = 88 if self.parts == 2 else 72
+            most = 88 if self.parts == 2 or self.steps > 4 else 72
             least = most if (total - most * self.producers) // self.consumers >= sums + 56 else least
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
