@@ -16,7 +16,9 @@ from jitconv.functional import convolution_call
 from jitconv.planning import plan_with_tile
 from jitconv.planning.budget import misfit
 from jitconv.planning.hopper import wgmma_tiles
-from tests.strategies import POINTWISE
+from jitconv.render import render
+from tests.kernels.mutation import mutations
+from tests.strategies import POINTWISE, Case
 from tests.test_hopper import (
     ARCH,
     KINDS,
@@ -27,6 +29,8 @@ from tests.test_hopper import (
     choose,
     compiled,
     made,
+    mutated,
+    noticed,
     positions,
     run,
     tiles,
@@ -239,8 +243,7 @@ WAITING: dict[str, Hopper] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_accesses_race(name: str) -> None:
+def waiting(name: str) -> tuple[Case, str, WgmmaTile]:
     hopper = WAITING[name]
     case = hopper.case()
     call = made(case, hopper.kind)
@@ -248,7 +251,26 @@ def test_accesses_race(name: str) -> None:
     tile = replace(fewest, stages=2, units=2, raws=min(fewest.raws, 2))
     launch = built(call, tile).launches[1]
     assert launch.grid > launch.blocks(1)
-    check(case, hopper.kind, tile, races=True, schedules=emulate.ALL_SCHEDULES)
+    return case, hopper.kind, tile
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_accesses_race(name: str) -> None:
+    check(*waiting(name), races=True, schedules=emulate.ALL_SCHEDULES)
+
+
+@pytest.mark.slow
+def test_a_wait_or_fence_is_not_needed() -> None:
+    case, kind, tile = waiting("rows")
+    call = made(case, kind)
+    expected = check(case, kind, tile)
+    kernel = render(built(call, tile).launches[1].kernel)
+    survived = {
+        mutation.statement
+        for mutation in mutations(kernel.source)
+        if not noticed(call, tile, mutated(kernel, None, mutation.text), expected)
+    }
+    assert survived == set()
 
 
 @pytest.mark.parametrize("kind", ["tf32", "ieee", "half"])
