@@ -47,6 +47,7 @@ BAKED = (
     "memory_format",
     "x_memory_format",
     "x_vector",
+    "x_patches",
     "sizes",
     "precision",
     "index_bits",
@@ -65,6 +66,9 @@ RUN_TIME = (
     "strides of x, weight, output and epilogue tensors",
     "numbers in a chain (slopes, factors, bounds, eps)",
 )
+
+#: How a filter that never reads x twice finds its patches in memory (:class:`Problem`).
+PATCHES = ("", "lines", "rows", "matrix")
 
 #: Classes of an extent: at most 8, at most 16, and all others.
 SIZE_CLASSES = (8, 16, 32)
@@ -150,6 +154,11 @@ class Problem:
     ``memory_format`` is the layout of the output; ``x_memory_format`` says which axis of x is dense in memory and
     decides only the order in which x is read (its strides are run-time values); ``x_vector``: x is made
     of aligned 16-byte vectors, of a position's channels (channels_last) or of a row (channels_first).
+    ``x_patches`` says how the patches lie in memory that a filter reads whose outputs share no x: "matrix": each is
+    dense, in the order of ``x_memory_format``, and they lie at a constant distance, all in whole aligned 16-byte
+    vectors (a filter as large as x, or a pointwise one); "rows": so lies what a patch holds side by side, its columns,
+    with their channels where x is channels_last; "lines": so lie lines of x along w, wherever the rows of patches start
+    in them; "": none of these.
     ``index_bits`` is the width of element offsets. ``sizes`` are the classes of the output's last two extents.
     The prologue is what happens to x while it is staged: ``prologue`` steps, then padding.
     """
@@ -169,6 +178,7 @@ class Problem:
     memory_format: str = "channels_first"
     x_memory_format: str = "channels_first"
     x_vector: bool = False
+    x_patches: str = ""
     sizes: tuple[int, int] = (32, 32)
     precision: str = "ieee"
     index_bits: int = 32
@@ -195,6 +205,7 @@ class Problem:
             f"one of {MEMORY_FORMATS}",
         )
         _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
+        _require(self.x_patches in PATCHES, "x_patches", self.x_patches, f"one of {PATCHES}")
         _require(self.index_bits in (32, 64), "index_bits", self.index_bits, "32 or 64")
         _require(all(size in SIZE_CLASSES for size in self.sizes), "sizes", self.sizes, f"two of {SIZE_CLASSES}")
         for name in ("in_channels", "out_channels", "groups"):
@@ -220,6 +231,20 @@ class Problem:
         for k in self.kernel_size:
             count *= k
         return count
+
+    @property
+    def is_product(self) -> bool:
+        """Whether outputs share no x, so that a convolution is a matrix product over all positions of all samples."""
+        apart = all(
+            k == 1 or stride >= (k - 1) * dilation + 1
+            for k, stride, dilation in zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        )
+        return self.operator == "conv" and apart and not self.prologue and not self.is_padded
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether x is padded along any dimension."""
+        return any(before or after for before, after in self.padding)
 
     def convolution_extents(self, extents: Sequence[int]) -> tuple[int, ...]:
         """Spatial extents of the convolution's own output, before any pool, for input ``extents``.

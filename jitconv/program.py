@@ -270,6 +270,7 @@ def _packed_tile(tile: Any) -> HaloTile | WgmmaTile:
         stages=1,
         units=1,
         flat=tile.flat,
+        patches=tile.patches,
     )
 
 
@@ -307,7 +308,7 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
     separable = call.operator == "depthwise_separable"
     channels_last = x.stride(1) == 1 and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
     values = [*bound["epilogue"].shapes, bound["epilogue"].shape]
-    return Problem(
+    problem = Problem(
         operator=call.operator,
         in_channels=x.shape[1],
         out_channels=values[0][1],
@@ -342,6 +343,9 @@ def _problem(call: Call, bound: Mapping[str, E.Bound], arch: str) -> Problem:
         between=bound["between"].specs,
         epilogue=bound["epilogue"].specs,
     )
+    if arch != "sm_90a" or not _on_tensor_cores(call, arch) or problem.prologue or problem.is_padded:
+        return problem
+    return replace(problem, x_patches=_patches(x, problem))
 
 
 def _on_tensor_cores(call: Call, arch: str) -> bool:
@@ -369,6 +373,49 @@ def _vectors_of_rows(x: Tensor) -> bool:
     *steps, last = x.stride()
     dense = last == 1 or x.shape[-1] == 1
     return _aligned(x) and dense and not _expanded(x) and all(step * x.element_size() % 16 == 0 for step in steps)
+
+
+def _patches(x: Tensor, problem: Problem) -> str:
+    """How the patches lie in memory that a filter reads whose outputs share no x (``Problem.x_patches``)."""
+    if not _aligned(x) or _expanded(x):
+        return ""
+    last = problem.x_memory_format == "channels_last"
+    item = x.element_size()
+    sizes, steps = list(x.shape), _steps(x)
+    columns, width = problem.kernel_size[-1], problem.in_channels if last else 1
+
+    def whole_vectors(*elements: int) -> bool:
+        return all(count * item % 16 == 0 for count in elements)
+
+    # The axes of a patch and those of the positions, innermost first.
+    order = [1, *range(x.dim() - 1, 1, -1), 0] if last else list(range(x.dim() - 1, -1, -1))
+    covered = tuple(sizes[2:]) == problem.kernel_size and all(
+        k == 1 or dilation == 1 for k, dilation in zip(problem.kernel_size, problem.dilation, strict=True)
+    )
+    pointwise = problem.taps == 1 and last and all(stride == 1 for stride in problem.stride)
+    if problem.groups == 1 and (covered or pointwise):
+        inner, outer = (order[:-1], order[-1:]) if covered else (order[:1], order[1:])
+        pitch = next((steps[axis] for axis in outer if sizes[axis] > 1), 0)
+        reduction = math.prod(sizes[axis] for axis in inner)
+        if _joined(sizes, steps, inner, 1) and _joined(sizes, steps, outer, pitch) and whole_vectors(reduction, pitch):
+            return "matrix"
+    # Rows, of which the filter is made of several or a position of several columns; others are read as any filter's.
+    if not problem.is_product or problem.taps == 1 or (last and problem.groups > 1):
+        return ""
+    line = steps[-1] == width and problem.dilation[-1] == 1
+    apart = (steps[0], *steps[2:-1]) if last else steps[:-1]
+    if (line or columns == 1) and whole_vectors(columns * width, problem.stride[-1] * steps[-1], *apart):
+        return "rows"
+    return "lines" if line and columns > 1 and whole_vectors(*apart) else ""
+
+
+def _joined(sizes: Sequence[int], steps: Sequence[int], axes: Sequence[int], step: int) -> bool:
+    """Whether ``axes``, innermost first, are one axis of that step."""
+    for axis in axes:
+        if sizes[axis] > 1 and steps[axis] != step:
+            return False
+        step *= sizes[axis]
+    return True
 
 
 def _expanded(x: Tensor) -> bool:

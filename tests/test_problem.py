@@ -43,6 +43,7 @@ CHANGES: dict[str, Any] = {
     "memory_format": "channels_last",
     "x_memory_format": "channels_last",
     "x_vector": True,
+    "x_patches": "rows",
     "sizes": (8, 16),
     "precision": "tf32",
     "index_bits": 64,

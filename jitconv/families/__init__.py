@@ -101,7 +101,8 @@ class WgmmaTile:
     they convert. A block that marches computes one plane d of outputs after the other and keeps the planes of x that
     they share. A flat tile cuts its positions from the row of all of them, whatever sample they are of,
     and counts every tap of every input channel as a channel: a matrix product, for filters that share no x between
-    outputs.
+    outputs. ``patches``: tensor copies fetch such products: of "rows" of patches, for the positions of a box, or of
+    a "matrix" of positions by patches, for a flat tile (``Problem.x_patches``).
     """
 
     box: tuple[int, int]
@@ -123,6 +124,12 @@ class WgmmaTile:
     raws: int = 0
     march: bool = False
     flat: bool = False
+    patches: str = ""
+
+    @property
+    def product(self) -> bool:
+        """Whether every tap of every input channel counts as a channel."""
+        return self.flat or self.patches != ""
 
     @property
     def consumers(self) -> int:
@@ -169,6 +176,10 @@ class WgmmaTile:
         sums = self.accumulators + (self.columns // 2 if self.promote_stages else 0)
         # Splitting values takes more than rounding them, if the consumers can do without.
         least = {"direct": 24, "raw": 56 if self.parts == 2 and sums <= 144 else 40, "": 56}[self.copies]
+        if self.patches and self.copies == "raw":
+            # Two addresses of every item that a thread converts.
+            most = 88 if self.parts == 2 or self.steps > 4 else 72
+            least = most if (total - most * self.producers) // self.consumers >= sums + 56 else least
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
             # What the consumers can do without, loads on their way can use.

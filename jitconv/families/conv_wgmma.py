@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_planes
+from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_planes, patches
 from jitconv.layout import Field, Layout
 from jitconv.problem import Problem
 from jitconv.tensor_map import TensorMap
@@ -32,14 +32,14 @@ def _axes(problem: Problem, tile: WgmmaTile) -> list[tuple[int, int, int]]:
 
 def cells(problem: Problem, tile: WgmmaTile) -> int:
     """Cells of one plane of the halo ring (WgmmaTile::CELLS in templates/device/halo_wgmma.cuh)."""
-    if tile.flat:
+    if tile.product:
         return tile.box[0] * tile.box[1]
     (_, rows, _), (_, columns, classes) = _axes(problem, tile)
     return classes * (-(-rows * -(-columns // classes) // 8) * 8)
 
 
 def copies(problem: Problem, tile: WgmmaTile) -> str:
-    """How tensor copies can fetch x: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
+    """How tensor copies can fetch x for a tile: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
     if tile.flat or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
         return ""
     if problem.groups > 1 and problem.in_channels // problem.groups % (tile.step_channels * tile.steps):
@@ -82,6 +82,8 @@ def tensor_maps(
     assert isinstance(tile, WgmmaTile)
     if not tile.copies:
         return {}
+    if tile.patches:
+        return {"x_boxes": ("x", patches.tensor_map(p, tile, extents, strides["x"]))}
     spans, steps = _box(p, tile)
     (x_d, x_h, x_w), (n, c, d, h, w) = extents.x, strides["x"]
     if p.x_memory_format == "channels_last":
@@ -130,12 +132,16 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "raws": tile.raws,
             "march": tile.march,
             "flat": tile.flat,
+            "patches": tile.patches,
+            "product": tile.product,
             "permuted": tile.permuted,
             "threads": tile.threads,
             "blocks": tile.blocks,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
+        "reduced": patches.reduction(p, tile) if tile.product else p.in_channels // p.groups,
+        "patch": _patch(p, tile) if tile.patches else None,
         "packed_words": pack_planes.lines(p, tile) * tile.parts * 4,
         "flag_words": pack_planes.flags_of_a_block(p, tile),
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
@@ -145,6 +151,23 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "shared_bytes": shared_bytes(kernel),
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
+    }
+
+
+def _patch(problem: Problem, tile: WgmmaTile) -> dict[str, int]:
+    """What the copies of patches know of them."""
+    row = patches.row(problem, tile.patches)
+    filled = patches.row_vectors(problem, tile.patches) * patches.vector(problem)
+    line = patches.line(problem, tile) if tile.patches == "lines" else None
+    if line is None:
+        return {"row": row, "filled": filled, "piece": patches.piece(problem, tile)}
+    return {
+        "row": row,
+        "filled": filled,
+        "piece": line.span,
+        "positions": line.positions,
+        "pieces": line.pieces,
+        "line_bytes": patches.line_bytes(problem, tile, line),
     }
 
 
@@ -271,7 +294,7 @@ def stage_bytes(tile: WgmmaTile) -> int:
 
 def raw_bytes(problem: Problem, tile: WgmmaTile) -> int:
     """Size of one raw box."""
-    if problem.x_memory_format == "channels_last":
+    if problem.x_memory_format == "channels_last" or tile.patches:
         return 2 * tile.steps * cells(problem, tile) * 16
     (_, rows, _), _ = _axes(problem, tile)
     pieces, piece = _piece(problem, tile)
@@ -294,10 +317,11 @@ def storage_bytes(p: Problem, tile: WgmmaTile) -> int:
     if tile.flat:
         # A number for every channel of every chunk, at its own alignment.
         size = p.index_bits // 8
-        channels = tile.chunks(p.in_channels // p.groups * p.taps) * tile.step_channels * tile.steps
+        channels = tile.chunks(patches.reduction(p, tile)) * tile.step_channels * tile.steps
         # And for split products a word for every cell of every unit.
         behind += 4 * tile.units * cells(p, tile) if tile.parts == 2 else 0
-        behind = -(-behind // size) * size + channels * size
+        if not tile.patches:
+            behind = -(-behind // size) * size + channels * size
     return -(-(rings + behind) // 128) * 128
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_weights
+from jitconv.families import Extents, KernelPlan, WgmmaTile, common, pack_weights, patches
 from jitconv.problem import Problem
 
 TEMPLATE = "pack_planes.cu.j2"
@@ -27,8 +27,8 @@ def channel_blocks(problem: Problem, tile: WgmmaTile) -> int:
 
 def _lines_of_a_block(problem: Problem, tile: WgmmaTile) -> int:
     channels = problem.in_channels // problem.groups
-    if tile.flat:
-        return tile.chunks(channels * problem.taps) * 2 * tile.steps * tile.channels
+    if tile.product:
+        return tile.chunks(patches.reduction(problem, tile)) * 2 * tile.steps * tile.channels
     return tile.chunks(channels) * problem.taps * 2 * tile.steps * tile.channels
 
 
@@ -55,10 +55,14 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "tile": {
             "channels": tile.channels,
             "steps": tile.steps,
-            "chunks": tile.chunks(p.in_channels // p.groups * (p.taps if tile.flat else 1)),
-            "flat": tile.flat,
+            "chunks": tile.chunks(patches.reduction(p, tile) if tile.product else p.in_channels // p.groups),
+            "product": tile.product,
             "permuted": tile.permuted,
         },
+        "reduced": patches.reduction(p, tile) if tile.product else p.in_channels // p.groups,
+        # A row of a patch, and what it is filled up to.
+        "patch_row": patches.row(p, tile.patches) if tile.patches else 1,
+        "filled_row": patches.row_vectors(p, tile.patches) * patches.vector(p) if tile.patches else 1,
         "math": tile.math,
         "x_along_k": p.x_memory_format == "channels_last",
         "packed_words": lines(p, tile) * tile.parts * 4,

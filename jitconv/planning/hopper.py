@@ -5,12 +5,12 @@ As everywhere in planning, the choice looks at the Problem and the architecture,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from jitconv.architectures import limits_of
-from jitconv.families import WgmmaTile, conv_wgmma
+from jitconv.families import WgmmaTile, conv_wgmma, patches
 from jitconv.planning.tensor_cores import math_of
 from jitconv.problem import Problem
 
@@ -22,6 +22,9 @@ _COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 _SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "direct"): 144, (1, "direct"): 192}
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
+
+#: Products along k in a chunk of rows of patches: longer rows are loaded element by element.
+_MOST_STEPS = 8
 
 #: Extents of outputs that tiles are weighed at, by class (jitconv.problem.size_class).
 _TYPICAL = {8: (7, 8), 16: (12, 14, 16), 32: (20, 28, 32, 56, 64, 112, 128, 256)}
@@ -42,9 +45,23 @@ def wgmma_tiles(problem: Problem, arch: str) -> Iterator[WgmmaTile]:
         shapes += [replace(tile, march=True) for tile in shapes]
     # Tensor copies fetch boxes faster than loads fetch positions one by one, unless images are smaller than boxes.
     small = min(problem.sizes) < 32 or not any(tile.copies for tile in shapes)
-    if _is_product(problem) and (problem.taps > 1 or small):
+    products = [tile for tile in _patch_shapes(problem, math) if tile.patches != "lines" or patches.line(problem, tile)]
+    if problem.taps > 1:
+        yield from _fitted(problem, products, arch)
+    else:
+        shapes += products
+    if problem.is_product and (problem.taps > 1 or small):
         shapes += list(_flat_shapes(problem, math))
-    for shape in sorted(shapes, key=lambda tile: _cost(problem, tile)):
+    yield from _fitted(problem, shapes, arch)
+
+
+def _fitted(problem: Problem, shapes: Iterable[WgmmaTile], arch: str) -> Iterator[WgmmaTile]:
+    """Those that fit, the cheapest first."""
+
+    def cost(tile: WgmmaTile) -> float:
+        return _patch_cost(problem, tile) if tile.patches else _cost(problem, tile)
+
+    for shape in sorted(shapes, key=cost):
         fitted = _fit(problem, shape, arch)
         if fitted is not None:
             yield fitted
@@ -99,15 +116,6 @@ def _widths(outputs: int) -> list[int]:
     return whole[:1] + parts
 
 
-def _is_product(problem: Problem) -> bool:
-    """Whether outputs share no x, so that the convolution is a matrix product over all positions of all samples."""
-    apart = all(
-        k == 1 or stride >= (k - 1) * dilation + 1
-        for k, stride, dilation in zip(problem.kernel_size, problem.stride, problem.dilation, strict=True)
-    )
-    return apart and not problem.prologue and not any(before or after for before, after in problem.padding)
-
-
 def _flat_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
     """Flat tiles whose rings have not been sized yet: positions are rows."""
     split = math == "TF32X3"
@@ -120,6 +128,52 @@ def _flat_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
                     promote_stages=1 if split else 0, blocks=blocks, flat=True,
                     depth=2 if halves and not problem.x_vector else 4,
                 )  # fmt: skip
+
+
+def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
+    """Tiles whose patches tensor copies fetch, whose rings have not been sized yet."""
+    if not problem.x_patches or problem.index_bits != 32:
+        return  # the copies' coordinates have 32 bits
+    lines = problem.x_patches == "lines"
+    steps = patches.steps(problem)
+    if steps > _MOST_STEPS:
+        return
+    matrix = problem.x_patches == "matrix"
+    outputs = problem.out_channels // problem.groups
+    common: dict[str, Any] = {
+        "math": math,
+        "steps": steps,
+        "stage_taps": 1,
+        "stages": 0,
+        "units": 0,
+        "promote_stages": 1 if math == "TF32X3" else 0,
+        "flat": matrix,
+        "patches": problem.x_patches,
+    }
+    for copies, raws in (("direct", 0), ("raw", 3)):
+        if copies == "direct" and (lines or problem.dtype == "float32"):
+            continue
+        common |= {"copies": copies, "raws": raws}
+        for blocks, consumers in ((2, 1), (1, 2)):
+            for n in _widths(outputs):
+                for strips in (1, 2, 3, 4):
+                    groups = [(1, consumers)]
+                    if consumers > 1 and outputs > n and n >= 64 and strips <= 2:
+                        groups.append((2, 1))
+                    for along, across in groups:
+                        box, strip = _box(64, strips, across, matrix or problem.rank == 1)
+                        # A copy spans 256 positions.
+                        if max(box) <= 256:
+                            yield WgmmaTile(box, along * n, False, strip, along, across, blocks=blocks, **common)
+            for columns in (64, 128, 256) if not matrix else ():
+                # Channels as rows, for few positions or outputs that lie along w.
+                box, strip = _box(columns, 1, consumers, problem.rank == 1)
+                if max(box) <= 256:
+                    yield WgmmaTile(box, 64, True, strip, 1, consumers, blocks=blocks, **common)
+                    channels = 64 * consumers
+                    if channels <= -(-outputs // 64) * 64 and consumers > 1:
+                        box, strip = _box(columns, 1, 1, problem.rank == 1)
+                        yield WgmmaTile(box, channels, True, strip, consumers, 1, blocks=blocks, **common)
 
 
 def _steps(problem: Problem, math: str, taps: int) -> tuple[int, ...]:
@@ -184,6 +238,38 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     return work / (positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
 
 
+#: Positions of all samples that tiles of patches are weighed at: images embed into hundreds of patches each.
+_TYPICAL_POSITIONS = (1024, 4096, 16384)
+
+#: Multiprocessors of the largest Hopper.
+_MULTIPROCESSORS = 132
+
+
+def _patch_cost(problem: Problem, tile: WgmmaTile) -> float:
+    """Estimated cycles for an output, as in :func:`_cost`, with the blocks that stand idle at typical sizes."""
+    outputs = problem.out_channels // problem.groups
+    steps = tile.chunks(patches.reduction(problem, tile)) * tile.steps
+    n, positions = tile.columns, tile.box[0] * tile.box[1]
+    products = positions * tile.channels // (64 * n) * (3 if tile.parts == 2 else 1)
+    multiply = steps * products * (max(n / 2, 16 + n / 4) + 0.3 * (16 + n / 4))
+    fetch = steps * 32 * (positions + tile.channels * tile.parts) / 40
+    # A copy writes 16 bytes a cycle where its rows are no longer.
+    piece = (8 if tile.patches == "lines" else patches.piece(problem, tile)) * (4 if problem.dtype == "float32" else 2)
+    copy = steps * positions * max(1.0, 32 / piece)
+    instructions = 0.0 if tile.copies == "direct" else 34.0 if tile.parts == 1 else 56.0
+    stage = steps * positions * instructions / 32 / 1.5
+    finish = positions * tile.channels * (45 if tile.channel_rows else 15) / 64
+    work = max(multiply, fetch, stage, copy) + 0.2 * (multiply + fetch + stage)
+    work += (0.3 if tile.blocks > 1 else 0.4) * finish + (600 + 30 * steps / tile.steps) / tile.blocks
+    total = 0.0
+    for typical in _TYPICAL_POSITIONS:
+        boxes = typical / (positions * _coverage(problem, tile))
+        tiles = -(-boxes // 1) * -(-outputs // tile.channels)
+        rounds = -(-tiles // (_MULTIPROCESSORS * tile.blocks)) * tile.blocks
+        total += rounds * work * _MULTIPROCESSORS / (typical * outputs)
+    return total / len(_TYPICAL_POSITIONS)
+
+
 def _coverage(problem: Problem, tile: WgmmaTile) -> float:
     """Share of a tile's positions that exist, on average over typical sizes of the problem's class."""
     share = 1.0
@@ -208,7 +294,7 @@ def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     # Shared memory is given out by 128 bytes.
     budget = min(limits.shared_block, (limits.shared_sm // tile.blocks - limits.shared_reserved) // 128 * 128)
     if tile.copies == "raw":
-        tile = replace(tile, raws=2)
+        tile = replace(tile, raws=max(tile.raws, 2))
     least, most = 2, _MOST_UNITS
     if tile.march:
         # All planes of the filter, and some of the next plane.

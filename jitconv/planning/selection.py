@@ -107,9 +107,10 @@ def _kernel(problem: Problem, tile: ConvolutionTile) -> KernelPlan:
 
 def _spread(tiles: list[WgmmaTile]) -> list[WgmmaTile]:
     """At most so many of ``tiles``, in their order: the best of each kind, then the best of the others."""
-    best: dict[tuple[bool, int, int, bool, bool], WgmmaTile] = {}
+    best: dict[tuple[bool, int, int, bool, bool, str, str], WgmmaTile] = {}
     for tile in tiles:
-        best.setdefault((tile.channel_rows, tile.columns, tile.blocks, tile.march, tile.flat), tile)
+        kind = (tile.channel_rows, tile.columns, tile.blocks, tile.march, tile.flat, tile.patches, tile.copies)
+        best.setdefault(kind, tile)
     chosen = list(best.values())
     wanted = [*chosen, *(tile for tile in tiles if tile not in chosen)][:_MOST_HOPPER]
     return [tile for tile in tiles if tile in wanted]

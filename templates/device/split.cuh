@@ -24,4 +24,22 @@ __device__ __forceinline__ bool splits_exactly(float value) {
     return magnitude == 0u || (magnitude >= 0x0d800000u && magnitude < 0x7f000000u);
 }
 
+// Several values on their way into operands, by few instructions that wait for each other little: parts that mean nothing
+// where one of the values does not split.
+struct QuickSplit {
+    uint32_t least = 0xffffffffu;  // twice the bits of the smallest value that is not 0, minus 1: the sign falls out
+    float sum = 0.0f;              // of magnitudes
+
+    // The low bits of lo mean nothing (tf32_operand).
+    __device__ __forceinline__ void split(float value, uint32_t& hi, uint32_t& lo) {
+        const uint32_t bits = __float_as_uint(value);
+        least = min(least, bits * 2u - 1u);
+        sum += fabsf(value);
+        hi = (bits + 0x1000u) & 0xffffe000u;
+        lo = __float_as_uint(value - __uint_as_float(hi)) + 0x1000u;
+    }
+    // Whether splits_exactly holds for all of them, and their sum is small enough too.
+    __device__ __forceinline__ bool exact() const { return least >= 2u * 0x0d800000u - 1u && sum < 0x1p127f; }
+};
+
 }  // namespace jitconv

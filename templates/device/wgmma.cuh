@@ -58,10 +58,15 @@ __device__ __forceinline__ float opaque(float value) {
     return value;
 }
 
-template <class T>
-__device__ __forceinline__ T* opaque(T* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
+// Offsets, not pointers: of an opaque pointer nobody knows that it is one to global memory.
+__device__ __forceinline__ int32_t opaque(int32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+__device__ __forceinline__ int64_t opaque(int64_t value) {
+    asm volatile("" : "+l"(value));
+    return value;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
