@@ -102,8 +102,7 @@ class WgmmaTile:
     they share. A flat tile cuts its positions from the row of all of them, whatever sample they are of,
     and counts every tap of every input channel as a channel: a matrix product, for filters that share no x between
     outputs. ``patches``: tensor copies fetch such products: of "rows" of patches, for the positions of a box, or of
-    a "matrix" of positions by patches, for a flat tile (``Problem.x_patches``). An overlapped tile has registers for two
-    sets of sums: the outputs of one are finished while the products of the other go on.
+    a "matrix" of positions by patches, for a flat tile (``Problem.x_patches``).
     """
 
     box: tuple[int, int]
@@ -126,7 +125,6 @@ class WgmmaTile:
     march: bool = False
     flat: bool = False
     patches: str = ""
-    overlapped: bool = False
 
     @property
     def product(self) -> bool:

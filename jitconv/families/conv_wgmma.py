@@ -132,7 +132,6 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "raws": tile.raws,
             "march": tile.march,
             "flat": tile.flat,
-            "overlapped": tile.overlapped,
             "patches": tile.patches,
             "product": tile.product,
             "permuted": tile.permuted,

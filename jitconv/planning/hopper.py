@@ -23,9 +23,6 @@ _SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "dire
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
 
-#: What an epilogue takes beside the sums, while products go on.
-_EPILOGUE_REGISTERS = 64
-
 #: Products along k in a chunk of rows of patches: longer rows are loaded element by element.
 _MOST_STEPS = 8
 
@@ -290,8 +287,6 @@ def _fit(problem: Problem, tile: WgmmaTile, arch: str) -> WgmmaTile | None:
     sums = tile.accumulators + (tile.columns // 2 if tile.promote_stages else 0)
     if sums > _SUMS[tile.blocks, tile.copies] + (48 if tile.promote_stages and tile.blocks > 1 else 0):
         return None
-    # Two sets of sums, and what an epilogue works with. In flat tiles each row of positions may have to be done again.
-    tile = replace(tile, overlapped=not tile.flat and sums + tile.accumulators + _EPILOGUE_REGISTERS <= tile.registers[1])
     limits = limits_of(arch)
     # A product's sums, their addresses and descriptors: ptxas asks for that many registers at the start of a block.
     if tile.columns // 2 + 26 > limits.registers_sm // (tile.threads * tile.blocks):

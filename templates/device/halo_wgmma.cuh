@@ -276,12 +276,11 @@ struct UnitWalk {
 
 // acc += the whole reduction of one plane of outputs, by one consumer: warpgroup `channel_group` x `position_group`.
 // PROMOTE_STAGES > 0: the tensor core accumulates that many stages, and their sum is added in fp32, because its own
-// additions truncate. `visit(slot)` is called when a unit has come, `meanwhile()` while the products of a stage go on:
-// where OVERLAPPED, it has something to do, and is there once.
-template <class Tile, int PROMOTE_STAGES, bool OVERLAPPED, class Walk, class Visit, class Meanwhile>
+// additions truncate. `visit(slot)` is called when a unit has come.
+template <class Tile, int PROMOTE_STAGES, class Walk, class Visit>
 __device__ __forceinline__ void accumulate_units(
     float (&acc)[Tile::TILES][Tile::N / 2], WgmmaStorage<Tile>& storage, Walk& walk, RingPlace<Tile::STAGES>& stage,
-    int channel_group, int position_group, const Visit& visit, const Meanwhile& meanwhile) {
+    int channel_group, int position_group, const Visit& visit) {
     constexpr uint64_t CELLS = matrix_descriptor(Tile::PLANE_BYTES, Tile::GROUP_BYTES);
     constexpr uint64_t WEIGHTS = matrix_descriptor(Tile::WEIGHT_PLANE_BYTES, 128);
     const uint32_t first_cell = shared_address(storage.unit[0]) + Tile::strip_cell(position_group, 0) * 16;
@@ -315,7 +314,6 @@ __device__ __forceinline__ void accumulate_units(
                             (s + i) * Tile::STAGE_TAPS, i > 0);
                     }
                     wgmma_commit_group();
-                    meanwhile();
                     wgmma_wait_group<0>();
 #pragma unroll
                     for (int i = 0; i < Tile::N / 2; ++i) {
@@ -340,7 +338,7 @@ __device__ __forceinline__ void accumulate_units(
             mbarrier_wait(&storage.unit_full[unit.slot], unit.parity);
             visit(unit.slot);
             const uint64_t cells = descriptor_at(CELLS, opaque(first_cell + unit.slot * Tile::UNIT_BYTES));
-#pragma unroll(Tile::TAPS <= 9 && !OVERLAPPED ? Tile::UNIT_STAGES : 1)
+#pragma unroll(Tile::TAPS <= 9 ? Tile::UNIT_STAGES : 1)
             for (int s = 0; s < Tile::UNIT_STAGES; ++s) {
                 mbarrier_wait(&storage.stage_full[stage.slot], stage.parity);
                 wgmma_fence();
@@ -348,7 +346,6 @@ __device__ __forceinline__ void accumulate_units(
                     acc, cells, descriptor_at(WEIGHTS, opaque(first_weight + stage.slot * Tile::STAGE_BYTES)), 0,
                     s * Tile::STAGE_TAPS, true);
                 wgmma_commit_group();
-                meanwhile();
                 // The products of the stage before this one have read their operands.
                 wgmma_wait_group<1>();
                 if (last_stage >= 0) {
