@@ -49,10 +49,10 @@ class HaloTile:
 
     ``box`` of output positions (d, h, w) × 16 · ``channel_tiles`` · ``channel_warps`` output channels;
     ``position_tiles`` groups of 8 positions a consumer warp, ``steps`` products along k per chunk of channels. ``math``
-    is a value of ``Math``. Positions are the rows of a product if ``position_rows``, else output channels are. The weight ring
-    holds ``stages`` of ``stage_taps`` taps, of which ``run_taps`` at a time are unrolled; of a split product their sum is
-    added in fp32. The halo ring holds ``units``; ``producers`` warps fetch x, with ``depth`` items of
-    a thread on their way. ``blocks`` share a multiprocessor.
+    is a value of ``Math``. Positions are the rows of a product if ``position_rows``, else output channels are. The
+    weight ring holds ``stages`` of ``stage_taps`` taps, of which ``run_taps`` at a time are unrolled; of a split
+    product their sum is added in fp32. The halo ring holds ``units``; ``producers`` warps fetch x, with ``depth`` items
+    of a thread on their way. ``blocks`` share a multiprocessor.
     """
 
     box: tuple[int, int, int]
@@ -97,9 +97,16 @@ class HaloTile:
         return 2 if self.math == "TF32X3" else 1
 
     @property
+    def promoted_pairs(self) -> int:
+        """Pairs of position tiles of a warp whose sums are promoted at once (HaloTile::PROMOTED_PAIRS), 0: none are."""
+        if self.parts == 1:
+            return 0
+        return 1 if self.channel_tiles > 2 else min(4 // self.channel_tiles, self.position_tiles // 2)
+
+    @property
     def sums(self) -> int:
-        """fp32 sums that a consumer's thread holds; those that are promoted have a second set."""
-        return 4 * self.channel_tiles * self.position_tiles * self.parts
+        """fp32 sums that a consumer's thread holds at once; those that are being promoted have a second set."""
+        return 4 * self.channel_tiles * (self.position_tiles + 2 * self.promoted_pairs)
 
     @property
     def run(self) -> int:

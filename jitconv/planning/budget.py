@@ -78,10 +78,9 @@ def misfit(kernel: KernelPlan, arch: str) -> str | None:
     promoted = isinstance(tile, WgmmaTile) and tile.promote_stages
     if needs.sums + (_BESIDE_PROMOTED_SUMS if promoted else _BESIDE_SUMS) > needs.multiplying:
         return f"{needs.sums} sums leave too few of a thread's {needs.multiplying} registers"
-    if isinstance(tile, (HaloTile, WgmmaTile)):
-        if needs.blocks * (needs.shared_bytes + limits.shared_reserved) > limits.shared_sm:
-            return f"{needs.blocks} blocks of {needs.shared_bytes} bytes of shared memory do not fit a multiprocessor"
-    if isinstance(tile, WgmmaTile):
-        if tile.columns // 2 + _BESIDE_PRODUCT > needs.registers:
-            return f"a product of {tile.columns} columns does not fit the {needs.registers} registers of the start"
+    resident = isinstance(tile, (HaloTile, WgmmaTile))
+    if resident and needs.blocks * (needs.shared_bytes + limits.shared_reserved) > limits.shared_sm:
+        return f"{needs.blocks} blocks of {needs.shared_bytes} bytes of shared memory do not fit a multiprocessor"
+    if isinstance(tile, WgmmaTile) and tile.columns // 2 + _BESIDE_PRODUCT > needs.registers:
+        return f"a product of {tile.columns} columns does not fit the {needs.registers} registers of the start"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 from jitconv.architectures import arch_number, limits_of, splits_fp32
 from jitconv.families import HaloTile, common, conv_mma
@@ -46,16 +46,17 @@ def choose_halo_tile(problem: Problem, arch: str) -> HaloTile | None:
     return next(halo_tiles(problem, arch), None)
 
 
-def halo_tiles(problem: Problem, arch: str) -> Iterator[HaloTile]:
-    """Tiles that fit ``arch``, in order of preference; none where FFMA serves the problem."""
+def halo_tiles(problem: Problem, arch: str, *, most: int = _MOST_TILES) -> Iterator[HaloTile]:
+    """At most ``most`` tiles that fit ``arch``, in order of preference; none where FFMA serves the problem."""
     if problem.operator != "conv" or arch_number(arch) < 80:
         return
     if problem.in_channels // problem.groups < _FEWEST_CHANNELS:
         return
     if problem.dtype == "float32" and problem.precision == "ieee" and not splits_fp32(arch):
         return
-    shapes = sorted(_shapes(problem, arch), key=lambda tile: cost(problem, tile))
-    yield from islice((tile for tile in (_fit(problem, shape, arch) for shape in shapes) if tile is not None), _MOST_TILES)
+    fitted = (_fit(problem, shape, arch) for shape in _shapes(problem, arch))
+    tiles = sorted((tile for tile in fitted if tile is not None), key=lambda tile: cost(problem, tile))
+    yield from islice(tiles, most)
 
 
 def _shapes(problem: Problem, arch: str) -> Iterator[HaloTile]:
@@ -77,7 +78,7 @@ def _shapes(problem: Problem, arch: str) -> Iterator[HaloTile]:
                         tile = HaloTile(
                             (0, 0, 0), channel_warps, consumers // channel_warps, channel_tiles, position_tiles, kind,
                             steps, position_rows=problem.memory_format == "channels_last",
-                            producers=producers, blocks=blocks,
+                            producers=producers, blocks=blocks, depth=8 if problem.dtype == "float32" else 4,
                         )  # fmt: skip
                         if tile.sums + _operands(tile) <= most:
                             for box in _boxes(problem.rank, tile.positions):
@@ -105,7 +106,7 @@ def _boxes(rank: int, positions: int) -> Iterator[tuple[int, int, int]]:
 
 
 def cost(problem: Problem, tile: HaloTile) -> float:
-    """Estimated cycles of a multiprocessor per useful output. The rates are rounded; they only rank tiles of one problem."""
+    """Estimated cycles of a multiprocessor per useful output; the rates only rank tiles of one problem."""
     group_channels, outputs = problem.in_channels // problem.groups, problem.out_channels // problem.groups
     chunks = tile.k_steps(group_channels) // tile.steps
     items = chunks * tile.steps * problem.taps
@@ -114,7 +115,9 @@ def cost(problem: Problem, tile: HaloTile) -> float:
     products = tile.channel_tiles * tile.position_tiles * (3 if tile.parts == 2 else 1)
     multiply = items * warps / 4 * products * (6 if warps * tile.blocks >= 8 else 8)
     # Shared memory gives 128 bytes a cycle, a quarter of what a warp loads at once.
-    read = items * warps * 4 * tile.parts * (tile.channel_tiles + tile.position_tiles / 2)
+    pairs = tile.position_tiles // 2
+    turns = pairs // tile.promoted_pairs if tile.parts == 2 else 1  # the weights are read for each
+    read = items * warps * 4 * tile.parts * (tile.channel_tiles * turns + pairs)
     cells = float(conv_mma.plane(problem, tile))
     # L2 gives a multiprocessor about 40 bytes a cycle.
     fetch = chunks * tile.steps * 32 * (cells + problem.taps * tile.channels * tile.parts) / 40
@@ -125,7 +128,7 @@ def cost(problem: Problem, tile: HaloTile) -> float:
     work = max(multiply, read, fetch, stage) + 0.2 * (multiply + read + fetch + stage)
     # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
     work = max(work, stage, (multiply + read) * (1.0 if tile.blocks > 1 else 0.9))
-    work += (0.3 if tile.blocks > 1 else 0.5) * finish + (600 + 200 * chunks) / tile.blocks
+    work += (0.3 if tile.blocks > 1 else 0.5) * finish + (600 + 200 * chunks + 40 * items / tile.stage_taps) / tile.blocks
     return work / (tile.positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
 
 
@@ -142,8 +145,8 @@ def _coverage(problem: Problem, tile: HaloTile) -> float:
 
 
 def _operands(tile: HaloTile) -> int:
-    """Registers of a thread for operands: weights of all its channels, and two pairs of position tiles, or one if split."""
-    return 4 * tile.parts * tile.channel_tiles + 8
+    """Registers of a thread for operands: weights of all its channels, and two pairs of position tiles."""
+    return 4 * tile.parts * (tile.channel_tiles + 2)
 
 
 def _stage_taps(problem: Problem, tile: HaloTile) -> list[int]:
@@ -183,14 +186,15 @@ def _fit(problem: Problem, tile: HaloTile, arch: str) -> HaloTile | None:
     def fits(tile: HaloTile) -> bool:
         return conv_mma.storage_bytes(problem, tile) <= budget
 
-    for stages in (3, 2):
-        for taps in _stage_taps(problem, tile):
-            sized = replace(tile, stage_taps=taps, stages=stages, units=2)
-            if not fits(sized):
-                continue
-            for deeper in (replace(sized, stages=_MOST_STAGES), replace(sized, units=_MOST_UNITS)):
-                sized = deeper if fits(deeper) else sized
-            return replace(sized, run_taps=_run_taps(problem, sized))
+    counts = _stage_taps(problem, tile)
+    wanted = [n for n in counts if n >= 3]
+    for stages, taps in [*product((3, 2), wanted), *product((3, 2), counts)]:
+        sized = replace(tile, stage_taps=taps, stages=stages, units=2)
+        if not fits(sized):
+            continue
+        for deeper in (replace(sized, stages=_MOST_STAGES), replace(sized, units=_MOST_UNITS)):
+            sized = deeper if fits(deeper) else sized
+        return replace(sized, run_taps=_run_taps(problem, sized))
     return None
 
 

@@ -73,6 +73,11 @@ struct HaloTile {
     static constexpr int CHUNK = PLANES * UNIT;              // channels in a chunk
     static constexpr int ITEMS = STEPS * Filter::TAPS;       // of a chunk
     static constexpr int FRAGMENTS = CHANNEL_TILES * PARTS;  // 16 bytes of a lane each: one warp's weights of an item
+    // Of which a warp promotes sums at once: 32 of a thread, or those of one pair.
+    static constexpr int PROMOTED_PAIRS = CHANNEL_TILES > 2                   ? 1
+                                          : 4 / CHANNEL_TILES < POSITION_TILES / 2 ? 4 / CHANNEL_TILES
+                                                                                   : POSITION_TILES / 2;
+    static_assert(POSITION_TILES / 2 % PROMOTED_PAIRS == 0, "pairs are promoted in equal parts");
     static constexpr int STAGE_WORDS = STAGE_TAPS * CHANNEL_WARPS * FRAGMENTS * 32;  // of 16 bytes
 
     static_assert(POSITIONS == POSITION_WARPS * WARP_POSITIONS, "warps share the box evenly");
@@ -188,38 +193,45 @@ __device__ __forceinline__ void multiply_half_of(float (&c)[4], const uint4& wei
     }
 }
 
-// The products of COUNT items. `cells` points to this lane's row for the first of them, `weights` to this lane's first
-// fragment. PROMOTE: the tensor core starts from zero, and its sum is added in fp32, because its own additions truncate.
-template <class Tile, int COUNT, bool PROMOTE>
-__device__ __forceinline__ void multiply_items(
+// Pairs that are promoted one after the other read the same weights. To keep them all there are no registers.
+template <bool AGAIN>
+__device__ __forceinline__ uint4 fragment(const uint4* source) {
+    if constexpr (AGAIN) {
+        return load_again(source);
+    } else {
+        return *source;
+    }
+}
+
+// The products of COUNT items and of PAIRS pairs of position tiles from FIRST on. `cells` points to this lane's row for the
+// first item, `weights` to this lane's first fragment. PROMOTE: the tensor core starts from zero, and its sum is added in
+// fp32, because its own additions truncate.
+template <class Tile, int COUNT, int FIRST, int PAIRS, bool PROMOTE>
+__device__ __forceinline__ void multiply_pairs(
     float (&acc)[Tile::CHANNEL_TILES][Tile::POSITION_TILES][4], const uint4* cells, const uint4* weights) {
-    constexpr int PAIRS = Tile::POSITION_TILES / 2;
     constexpr int PART_STRIDE = Tile::PLANES * Tile::PLANE;
     constexpr int ITEM_STRIDE = Tile::CHANNEL_WARPS * Tile::FRAGMENTS * 32;
     constexpr int TERMS = Tile::PARTS == 2 ? 3 : 1;
-    constexpr int SUMS = Tile::CHANNEL_TILES * Tile::POSITION_TILES * 4;
-    constexpr int AHEAD = Tile::PARTS == 2 ? 0 : 1;  // pairs that are fetched ahead: splits have no registers for them
     uint4 a[Tile::FRAGMENTS];
-    uint32_t b[AHEAD + 1][Tile::PARTS][4];
-    float sum[Tile::CHANNEL_TILES][Tile::POSITION_TILES][4] = {};
+    uint32_t b[2][Tile::PARTS][4];  // of this pair, and of the next one, which is fetched ahead
+    float sum[Tile::CHANNEL_TILES][2 * PAIRS][4] = {};
 #pragma unroll
     for (int i = 0; i < Tile::FRAGMENTS; ++i) {
-        a[i] = weights[i * 32];
+        a[i] = fragment<PROMOTE>(weights + i * 32);
     }
 #pragma unroll
-    for (int step = -AHEAD; step < COUNT * PAIRS; ++step) {
-        const int next = step + AHEAD;
+    for (int next = 0; next <= COUNT * PAIRS; ++next) {
         if (next < COUNT * PAIRS) {
-            const uint4* row = cells + Tile::cell_of(next % PAIRS * 16) + Tile::item_distance(next / PAIRS);
+            const uint4* row = cells + Tile::cell_of((FIRST + next % PAIRS) * 16) + Tile::item_distance(next / PAIRS);
 #pragma unroll
             for (int part = 0; part < Tile::PARTS; ++part) {
-                load_matrices(b[next % (AHEAD + 1)][part], row + part * PART_STRIDE);
+                load_matrices(b[next % 2][part], row + part * PART_STRIDE);
             }
         }
-        if (step < 0) {
+        if (next == 0) {
             continue;
         }
-        const int item = step / PAIRS, pair = step % PAIRS;
+        const int item = (next - 1) / PAIRS, pair = (next - 1) % PAIRS;
 #pragma unroll
         for (int m = 0; m < Tile::CHANNEL_TILES; ++m) {
 #pragma unroll
@@ -228,8 +240,8 @@ __device__ __forceinline__ void multiply_items(
                 const int left = TERMS == 3 && term == 0 ? 1 : 0, right = TERMS == 3 && term == 1 ? 1 : 0;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float(&c)[4] = PROMOTE ? sum[m][2 * pair + half] : acc[m][2 * pair + half];
-                    multiply_half_of<Tile>(c, a[m * Tile::PARTS + left], b[step % (AHEAD + 1)][right], half);
+                    float(&c)[4] = PROMOTE ? sum[m][2 * pair + half] : acc[m][2 * (FIRST + pair) + half];
+                    multiply_half_of<Tile>(c, a[m * Tile::PARTS + left], b[(next - 1) % 2][right], half);
                 }
             }
             // Registers of the last pair's weights are free for those of the next item as soon as it is issued.
@@ -237,16 +249,33 @@ __device__ __forceinline__ void multiply_items(
 #pragma unroll
                 for (int part = 0; part < Tile::PARTS; ++part) {
                     const int i = m * Tile::PARTS + part;
-                    a[i] = weights[(item + 1) * ITEM_STRIDE + i * 32];
+                    a[i] = fragment<PROMOTE>(weights + (item + 1) * ITEM_STRIDE + i * 32);
                 }
             }
         }
     }
     if constexpr (PROMOTE) {
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            (&acc[0][0][0])[i] += (&sum[0][0][0])[i];
+        for (int m = 0; m < Tile::CHANNEL_TILES; ++m) {
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    acc[m][2 * FIRST + n][i] += sum[m][n][i];
+                }
+            }
         }
+    }
+}
+
+// The products of COUNT items. Sums that are promoted have a second set of registers: not all of them have it at once.
+template <class Tile, int COUNT, bool PROMOTE, int FIRST = 0>
+__device__ __forceinline__ void multiply_items(
+    float (&acc)[Tile::CHANNEL_TILES][Tile::POSITION_TILES][4], const uint4* cells, const uint4* weights) {
+    constexpr int PAIRS = PROMOTE ? Tile::PROMOTED_PAIRS : Tile::POSITION_TILES / 2;
+    multiply_pairs<Tile, COUNT, FIRST, PAIRS, PROMOTE>(acc, cells, weights);
+    if constexpr (FIRST + PAIRS < Tile::POSITION_TILES / 2) {
+        multiply_items<Tile, COUNT, PROMOTE, FIRST + PAIRS>(acc, cells, weights);
     }
 }
 
