@@ -52,7 +52,7 @@ class HaloTile:
     is a value of ``Math``. Positions are the rows of a product if ``position_rows``, else output channels are. The
     weight ring holds ``stages`` of ``stage_taps`` taps, of which ``run_taps`` at a time are unrolled; of a split
     product their sum is added in fp32. The halo ring holds ``units``; ``producers`` warps fetch x, with ``depth`` items
-    of a thread on their way. ``blocks`` share a multiprocessor.
+    of a thread on their way. ``blocks`` share a multiprocessor. Half of the consumers start ``lead`` stages ahead.
     """
 
     box: tuple[int, int, int]
@@ -70,6 +70,7 @@ class HaloTile:
     producers: int = 3
     depth: int = 4
     blocks: int = 1
+    lead: int = 0
 
     @property
     def consumers(self) -> int:
@@ -107,11 +108,6 @@ class HaloTile:
     def sums(self) -> int:
         """fp32 sums that a consumer's thread holds at once; those that are being promoted have a second set."""
         return 4 * self.channel_tiles * (self.position_tiles + 2 * self.promoted_pairs)
-
-    @property
-    def run(self) -> int:
-        """Outputs that a thread holds side by side: channels where positions are rows, else positions."""
-        return 2 if not self.position_rows else 4 if self.channel_tiles % 2 else 8
 
     @property
     def step_channels(self) -> int:

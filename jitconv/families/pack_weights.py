@@ -30,7 +30,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "step_channels": tile.step_channels,
             "k_steps": tile.k_steps(p.in_channels // p.groups),
             "parts": tile.parts,
-            "run": tile.run,
+            "position_rows": tile.position_rows,
         },
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,

@@ -29,7 +29,7 @@ _BESIDE_OPERANDS = 16
 _RUN_PRODUCTS, _SPLIT_TAPS = 432, 4
 
 #: Most taps and bytes of a stage.
-_STAGE_TAPS, _STAGE_BYTES = 12, 40 * 1024
+_STAGE_TAPS, _STAGE_BYTES = 12, 60 * 1024
 
 _MOST_STAGES, _MOST_UNITS = 4, 3
 
@@ -121,14 +121,15 @@ def cost(problem: Problem, tile: HaloTile) -> float:
     cells = float(conv_mma.plane(problem, tile))
     # L2 gives a multiprocessor about 40 bytes a cycle.
     fetch = chunks * tile.steps * 32 * (cells + problem.taps * tile.channels * tile.parts) / 40
-    # A cell's 32 bytes are loaded and converted by so many instructions of a lane, two in three cycles a warp.
-    instructions = 30.0 if conv_mma.copied(problem) else 60.0 if problem.x_vector else 90.0
-    stage = chunks * tile.steps * cells * instructions * (1.4 if tile.parts == 2 else 1) / 32 / (0.4 * tile.producers)
+    # A producer takes so many cycles for 32 bytes of 32 cells, waits included.
+    turn = 200.0 if conv_mma.copied(problem) or problem.x_vector else 300.0 if problem.dtype == "float32" else 500.0
+    stage = chunks * tile.steps * cells / 32 / tile.producers * turn * (1.4 if tile.parts == 2 else 1)
     finish = tile.positions * tile.channels * (20 if problem.memory_format == "contiguous" else 15) / 64
     work = max(multiply, read, fetch, stage) + 0.2 * (multiply + read + fetch + stage)
     # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
     work = max(work, stage, (multiply + read) * (1.0 if tile.blocks > 1 else 0.9))
-    work += (0.3 if tile.blocks > 1 else 0.5) * finish + (600 + 200 * chunks + 40 * items / tile.stage_taps) / tile.blocks
+    work += (0.3 if tile.blocks > 1 else 0.5) * finish
+    work += (600 + 200 * chunks + 40 * items / tile.stage_taps) / tile.blocks
     return work / (tile.positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
 
 
