@@ -143,7 +143,7 @@ def test_what_cannot_fit_passes() -> None:
     assert "threads" in reason(replace(tile, position_groups=16))
     assert "registers" in reason(replace(halo, math="TF32", position_tiles=32))
     # What fits an A100 need not fit a GPU with 100 KiB of shared memory.
-    large = replace(halo, math="TF32", box=(8, 8, 16))
+    large = replace(halo, math="TF32", box=(8, 8, 16), stages=2, units=2)
     assert reason(large, "sm_80") == ""
     assert "shared memory" in reason(large, "sm_86")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from torch import Tensor
 from jitconv import emulate, emulated, program
 from jitconv import epilogue as E
 from jitconv.architectures import KNOWN, arch_number, splits_fp32
-from jitconv.families import KernelPlan
+from jitconv.families import HaloTile, KernelPlan
 from jitconv.functional import convolution_call
 from jitconv.kernel_resources import Resources
 from jitconv.planning import plan_with_tile
-from jitconv.planning.tensor_cores import choose_halo_tile
+from jitconv.planning.tensor_cores import choose_halo_tile, halo_tiles
 from jitconv.program import Call
 from jitconv.render import Rendered, render
 from jitconv.toolchain import compile_cubin
@@ -236,20 +237,95 @@ def test_default_tiles_spill(arch: str) -> None:
     assert served >= 16 if arch_number(arch) >= 80 else served == 0
 
 
-def test_every_barrier_is_needed() -> None:
-    made = call(randn(1, 20, 6, 17), weight(20, 20, 3, 3), None, (), "tf32")
-    expected = run(made)
-    kernel = render(program.build(made, ARCH).launches[1].kernel)
-    removed = [*mutants(kernel, "device/halo_gemm.cuh"), *mutants(kernel, kernel.name)]
-    assert len(removed) == 4  # before the first product, after a chunk; around the accumulators' way out
+def built_with(c: Call, tile: HaloTile) -> program.Program:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "plan", lambda problem, *_: plan_with_tile(problem, tile))
+        return program.build(c, ARCH)
+
+
+def run_with(c: Call, tile: HaloTile, **options: Any) -> Tensor:
+    options = {"schedules": SCHEDULES, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "plan", lambda problem, *_: plan_with_tile(problem, tile))
+        return run_emulated(c, ARCH, **options)
+
+
+def small_tile(c: Call, **changes: Any) -> HaloTile:
+    """The smallest tile for a call, with ``changes``: many tiles in a small image."""
+    problem = program.build(c, ARCH).problem
+    smallest = min(halo_tiles(problem, ARCH, most=1000), key=lambda t: (t.positions * t.channels, t.threads))
+    return replace(smallest, **changes)
+
+
+#: What distinguishes tiles, the problem where it would show, and in which layout.
+TILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one tile of channels a warp": (
+        "contiguous", {"channel_tiles": 1, "channel_warps": 4, "position_warps": 2, "box": (1, 4, 16)}),
+    "one tile of channels a warp, side by side": (
+        "channels_last", {"channel_tiles": 1, "channel_warps": 2, "position_warps": 2, "box": (1, 2, 32)}),
+    "an odd number of tiles of channels": (
+        "contiguous", {"channel_tiles": 3, "channel_warps": 1, "position_warps": 4, "box": (1, 4, 32)}),
+    "an odd number of tiles of channels, side by side": (
+        "channels_last", {"channel_tiles": 3, "channel_warps": 1, "position_warps": 4, "box": (1, 8, 16)}),
+    "four tiles of channels": (
+        "contiguous", {"channel_tiles": 4, "channel_warps": 1, "position_warps": 2, "box": (1, 2, 32)}),
+    "four tiles of channels, side by side": (
+        "channels_last", {"channel_tiles": 4, "channel_warps": 1, "position_warps": 2, "box": (1, 4, 16)}),
+    "a warp owns part of a row": (
+        "contiguous", {"channel_tiles": 2, "channel_warps": 1, "position_warps": 4, "box": (1, 2, 64)}),
+    "one producer, many items each": ("contiguous", {"producers": 1, "depth": 3}),
+    "many producers, few items": ("channels_last", {"producers": 7, "depth": 1}),
+    "shortest rings": ("contiguous", {"stages": 2, "units": 2, "stage_taps": 1, "run_taps": 1}),
+    "a stage of every tap": ("channels_last", {"stages": 2, "stage_taps": 9, "run_taps": 9}),
+    "half of the consumers begin later": ("contiguous", {"lead": 2}),
+    "a stage of taps and steps": ("contiguous", {"steps": 2, "stages": 2, "stage_taps": 18, "run_taps": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_that_nobody_chooses_by_default_is_wrong(name: str) -> None:
+    layout, changes = TILES[name]
+    kind: tuple[torch.dtype, str | None] = (torch.float32, "tf32") if layout == "contiguous" else (torch.bfloat16, None)
+    # Channels that end within a chunk (and, of 16 bits, in a vector), outputs that end within a tile and a run.
+    x = randn(2, 24, 9, 37, dtype=kind[0])
+    w, b = weight(57, 24, 3, 3, dtype=kind[0]), randn(57, dtype=kind[0])
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    made = call(x, w, b, [E.add(randn(2, 57, 9, 37, dtype=kind[0], seed=5))], kind[1], padding=1)
+    tile = small_tile(made, channel_tiles=2, channel_warps=1, position_warps=4, position_tiles=2, box=(1, 4, 16))
+    tile = replace(tile, **changes)
+    tile = replace(tile, position_tiles=math.prod(tile.box) // 8 // tile.position_warps)
+    launches = built_with(made, tile).launches
+    assert launches[1].blocks(2) < launches[1].grid  # blocks that take several tiles
+    y = run_with(made, tile)
+    expected = exact(tf32(x), tf32(w), b, {"padding": 1}) if kind[1] else exact(x, w, b, {"padding": 1})
+    expected = expected + randn(2, 57, 9, 37, dtype=kind[0], seed=5).double()
+    assert relative(y, expected) < (2e-6 if kind[1] else 2.0**-8)
+    assert y.is_contiguous(memory_format=made.memory_format)
+
+
+@pytest.mark.parametrize("kind", ["tf32", "ieee", "copied"])
+def test_every_barrier_is_needed(kind: str) -> None:
+    if kind == "copied":
+        x = randn(1, 40, 5, 17, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        made = call(x, weight(20, 40, 3, 3, dtype=torch.bfloat16), None)
+    else:
+        made = call(randn(1, 20, 5, 17), weight(20, 20, 3, 3), None, (), kind)
+    tile = small_tile(made, stages=2, units=2, stage_taps=3, run_taps=3)
+    expected = run_with(made, tile)
+    kernel = render(built_with(made, tile).launches[1].kernel)
+    # The rings' own statements are the same for all kinds.
+    shared = list(mutants(kernel, "device/halo_gemm.cuh")) if kind == "tf32" else []
+    own = list(mutants(kernel, kernel.name))
+    assert (len(shared), len(own)) == {"tf32": (12, 1), "ieee": (0, 1), "copied": (0, 3)}[kind]
 
     def noticed(mutant: Rendered) -> bool:
         def check(races: bool) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(emulated, "render", lambda k: mutant if k.family == "conv_mma" else render(k))
-                y = run_emulated(made, ARCH, races=races, sanitize=not races)
+                y = run_with(made, tile, races=races, sanitize=not races, schedules=emulate.ALL_SCHEDULES)
                 assert torch.equal(y, expected)
 
         return notices(lambda: check(races=False)) or notices(lambda: check(races=True))
 
-    assert [statement for statement, mutant in removed if not noticed(mutant)] == []
+    assert [statement for statement, mutant in [*shared, *own] if not noticed(mutant)] == []

@@ -45,12 +45,14 @@ class RowTile:
 
 @dataclass(frozen=True)
 class HaloTile:
-    """Tile of one block of the tensor-core families (templates/device/halo_gemm.cuh).
+    """Tile of one block of the tensor-core family for sm_80 and up (templates/device/halo_gemm.cuh).
 
     ``box`` of output positions (d, h, w) × 16 · ``channel_tiles`` · ``channel_warps`` output channels;
-    ``position_tiles`` groups of 8 positions a warp, ``steps`` products along k per chunk of channels. ``math`` is a
-    value of ``Math``, ``promote_rows`` how many rows of taps the tensor core accumulates before their sum is added
-    in fp32 (0: all of them).
+    ``position_tiles`` groups of 8 positions a consumer warp, ``steps`` products along k per chunk of channels. ``math``
+    is a value of ``Math``. Positions are the rows of a product if ``position_rows``, else output channels are. The
+    weight ring holds ``stages`` of ``stage_taps`` taps, of which ``run_taps`` at a time are unrolled; of a split
+    product their sum is added in fp32. The halo ring holds ``units``; ``producers`` warps fetch x, with ``depth`` items
+    of a thread on their way. ``blocks`` share a multiprocessor. Half of the consumers start ``lead`` stages ahead.
     """
 
     box: tuple[int, int, int]
@@ -60,12 +62,25 @@ class HaloTile:
     position_tiles: int
     math: str
     steps: int = 1
-    promote_rows: int = 0
+    position_rows: bool = False
+    stage_taps: int = 1
+    run_taps: int = 1
+    stages: int = 2
+    units: int = 2
+    producers: int = 3
+    depth: int = 4
+    blocks: int = 1
+    lead: int = 0
+
+    @property
+    def consumers(self) -> int:
+        """Warps that multiply."""
+        return self.channel_warps * self.position_warps
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.channel_warps * self.position_warps
+        """Threads of a block: consumers, producers, and the warp that loads weights."""
+        return 32 * (self.consumers + self.producers + 1)
 
     @property
     def channels(self) -> int:
@@ -73,9 +88,26 @@ class HaloTile:
         return 16 * self.channel_tiles * self.channel_warps
 
     @property
+    def positions(self) -> int:
+        """Output positions of a block."""
+        return 8 * self.position_tiles * self.position_warps
+
+    @property
     def parts(self) -> int:
         """Numbers that stand for one operand."""
         return 2 if self.math == "TF32X3" else 1
+
+    @property
+    def promoted_pairs(self) -> int:
+        """Pairs of position tiles of a warp whose sums are promoted at once (HaloTile::PROMOTED_PAIRS), 0: none are."""
+        if self.parts == 1:
+            return 0
+        return 1 if self.channel_tiles > 2 else min(4 // self.channel_tiles, self.position_tiles // 2)
+
+    @property
+    def sums(self) -> int:
+        """fp32 sums that a consumer's thread holds at once; those that are being promoted have a second set."""
+        return 4 * self.channel_tiles * (self.position_tiles + 2 * self.promoted_pairs)
 
     @property
     def step_channels(self) -> int:

@@ -27,6 +27,12 @@ def halo(problem: Problem, tile: HaloTile) -> tuple[int, int, int]:
     return d, h, w
 
 
+def copied(problem: Problem) -> bool:
+    """Whether x lies in memory as it will in the halo, so that it can be copied there without conversion."""
+    last = problem.x_memory_format == "channels_last" and problem.x_vector
+    return last and problem.dtype != "float32" and not problem.prologue
+
+
 def constants(kernel: KernelPlan) -> dict[str, Any]:
     p, tile = kernel.problem, kernel.tile
     assert isinstance(tile, HaloTile)
@@ -35,17 +41,16 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "group_channels": p.in_channels // p.groups,
         "group_outputs": p.out_channels // p.groups,
         "groups": p.groups,
-        "channel_tiles": _channel_blocks(p, tile),
+        "channel_blocks": _channel_blocks(p, tile),
         "kernel_size": common.padded(p.kernel_size, 1),
         "stride": common.padded(p.stride, 1),
         "dilation": common.padded(p.dilation, 1),
         "padding": common.padded([before for before, _ in p.padding], 0),
         "padding_mode": p.padding_mode.upper(),
         "x_along_k": p.x_memory_format == "channels_last",
-        "y_channels_last": _writes_channels_last(kernel),
         "x_vector": p.x_vector and p.x_memory_format == "channels_last",
+        "direct": copied(p),
         "math": tile.math,
-        "promote_rows": tile.promote_rows,
         "tile": {
             "box": list(tile.box),
             "channels": tile.channels,
@@ -53,11 +58,18 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "position_warps": tile.position_warps,
             "channel_tiles": tile.channel_tiles,
             "position_tiles": tile.position_tiles,
-            "step_channels": tile.step_channels,
+            "position_rows": tile.position_rows,
             "steps": tile.steps,
+            "promote": tile.parts == 2,
+            "stage_taps": tile.stage_taps,
+            "run_taps": tile.run_taps,
+            "stages": tile.stages,
+            "units": tile.units,
+            "producers": tile.producers,
+            "depth": tile.depth,
+            "lead": tile.lead,
             "threads": tile.threads,
-            # Blocks that a multiprocessor holds at once: what the compiler may spend in registers.
-            "blocks": 1 if tile.parts == 2 else 3,
+            "blocks": tile.blocks,
         },
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
         "bias": p.bias,
@@ -65,11 +77,6 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
     }
-
-
-def _writes_channels_last(kernel: KernelPlan) -> bool:
-    # A workspace is contiguous, whatever the output is.
-    return kernel.problem.memory_format == "channels_last" and kernel.last == len(kernel.problem.epilogue)
 
 
 def _channel_blocks(problem: Problem, tile: HaloTile) -> int:
@@ -85,6 +92,7 @@ def layout(kernel: KernelPlan) -> Layout:
         Field("packed", "pointer", "const uint32_t"),
         Field("bias", "pointer", source),
         Field("y", "pointer", target),
+        Field("tiles", "index"),
         Field("boxes_d", "divisor"),
         Field("boxes_h", "divisor"),
         Field("boxes_w", "divisor"),
@@ -112,6 +120,7 @@ def values(
     p = kernel.problem
     d, h, w = _boxes(kernel, extents)
     return {
+        "tiles": grid(kernel, extents),
         "boxes_d": d,
         "boxes_h": h,
         "boxes_w": w,
@@ -133,16 +142,46 @@ def grid(kernel: KernelPlan, extents: Extents) -> int:
     return extents.batch * d * h * w * p.groups * _channel_blocks(p, tile)
 
 
+def resident_blocks(kernel: KernelPlan) -> int:
+    assert isinstance(kernel.tile, HaloTile)
+    return kernel.tile.blocks
+
+
 def shared_bytes(kernel: KernelPlan) -> int:
-    """Size of Storage: two halo buffers, or the outlets of all warps, and a flag."""
-    tile = kernel.tile
-    assert isinstance(tile, HaloTile)
-    d, h, w = halo(kernel.problem, tile)
-    plane = (d * h * w + 3) // 8 * 8 + 4
-    buffers = 2 * tile.parts * 2 * tile.steps * plane * 16
-    pitch = 17 if _writes_channels_last(kernel) else 24
-    outlets = tile.channel_warps * tile.position_warps * 16 * tile.channel_tiles * pitch * 4
-    return max(buffers, -(-outlets // 16) * 16) + 16
+    assert isinstance(kernel.tile, HaloTile)
+    return storage_bytes(kernel.problem, kernel.tile)
+
+
+def storage_bytes(p: Problem, tile: HaloTile) -> int:
+    """Size of Storage: the rings, their barriers, and a word for each unit."""
+    unit = tile.parts * 2 * tile.steps * plane(p, tile) * 16
+    stage = tile.stage_taps * tile.channels * 32 * tile.parts
+    barriers = 16 * (tile.units + tile.stages)
+    return -(-(tile.units * unit + tile.stages * stage + barriers + 4 * tile.units) // 16) * 16
+
+
+def plane(p: Problem, tile: HaloTile) -> int:
+    """Cells of one plane of the halo ring, those that fill it up included."""
+    d, h, w = halo(p, tile)
+    return (d * h * w + 3) // 8 * 8 + 4
+
+
+def cells_of_a_warp(p: Problem, tile: HaloTile, items: int) -> list[int]:
+    """Where the pairs of position tiles of a consumer warp start in the halo ring, for so many items of a chunk."""
+    _, height, width = halo(p, tile)
+    _, kernel_h, kernel_w = common.padded(p.kernel_size, 1)
+    dilation, stride = common.padded(p.dilation, 1), common.padded(p.stride, 1)
+    _, box_h, box_w = tile.box
+    found = []
+    for item in range(items):
+        step, tap = divmod(item, p.taps)
+        kd, kh, kw = tap // (kernel_h * kernel_w), tap // kernel_w % kernel_h, tap % kernel_w
+        shift = (kd * dilation[0] * height + kh * dilation[1]) * width + kw * dilation[2]
+        for first in range(0, 8 * tile.position_tiles, 16):
+            d, h, w = first // (box_h * box_w), first // box_w % box_h, first % box_w
+            at = (d * stride[0] * height + h * stride[1]) * width + w * stride[2]
+            found.append(2 * step * plane(p, tile) + at + shift)
+    return found
 
 
 threads = common.tile_threads

@@ -30,6 +30,7 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "step_channels": tile.step_channels,
             "k_steps": tile.k_steps(p.in_channels // p.groups),
             "parts": tile.parts,
+            "position_rows": tile.position_rows,
         },
         "declarations": layout(kernel).declarations(),
         "argument_bytes": layout(kernel).size,
@@ -64,10 +65,7 @@ def words(kernel: KernelPlan) -> int:
     """Size of the packed weights in 32-bit words, flags of values that do not split included."""
     assert isinstance(kernel.tile, HaloTile)
     parts = kernel.tile.parts
-    tile = kernel.tile
-    # The last round of products prefetches the fragments of one that does not exist.
-    padding = tile.channels // 16 * 32 * 4 * parts
-    return lanes(kernel) * 4 * parts + (lanes(kernel) // 32 if parts == 2 else 0) + padding
+    return lanes(kernel) * 4 * parts + (lanes(kernel) // 32 if parts == 2 else 0)
 
 
 def grid(kernel: KernelPlan, extents: Extents) -> int:

@@ -61,9 +61,7 @@ def _demand(kernel: KernelPlan) -> tuple[int, int]:
     if isinstance(tile, WgmmaTile):
         return tile.blocks, tile.accumulators + (tile.columns // 2 if tile.promote_stages else 0)
     if isinstance(tile, HaloTile):
-        # A product of 16 x 8 leaves four sums with each lane; those that are promoted have a second set.
-        sums = 4 * tile.channel_tiles * tile.position_tiles * (2 if tile.promote_rows else 1)
-        return (1 if tile.parts == 2 else 3), sums
+        return tile.blocks, tile.sums
     if isinstance(tile, Tile):
         sums = tile.px * tile.oc_tile
         return (3 if sums < 64 else 1), sums
@@ -80,9 +78,9 @@ def misfit(kernel: KernelPlan, arch: str) -> str | None:
     promoted = isinstance(tile, WgmmaTile) and tile.promote_stages
     if needs.sums + (_BESIDE_PROMOTED_SUMS if promoted else _BESIDE_SUMS) > needs.multiplying:
         return f"{needs.sums} sums leave too few of a thread's {needs.multiplying} registers"
-    if isinstance(tile, WgmmaTile):
-        if needs.blocks * (needs.shared_bytes + limits.shared_reserved) > limits.shared_sm:
-            return f"{needs.blocks} blocks of {needs.shared_bytes} bytes of shared memory do not fit a multiprocessor"
-        if tile.columns // 2 + _BESIDE_PRODUCT > needs.registers:
-            return f"a product of {tile.columns} columns does not fit the {needs.registers} registers of the start"
+    resident = isinstance(tile, (HaloTile, WgmmaTile))
+    if resident and needs.blocks * (needs.shared_bytes + limits.shared_reserved) > limits.shared_sm:
+        return f"{needs.blocks} blocks of {needs.shared_bytes} bytes of shared memory do not fit a multiprocessor"
+    if isinstance(tile, WgmmaTile) and tile.columns // 2 + _BESIDE_PRODUCT > needs.registers:
+        return f"a product of {tile.columns} columns does not fit the {needs.registers} registers of the start"
     return None

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 from jitconv.families import HaloTile, KernelPlan, Tile, WgmmaTile
 from jitconv.planning.budget import misfit
 from jitconv.planning.hopper import wgmma_tiles
-from jitconv.planning.tensor_cores import _candidates as _halo_tiles
-from jitconv.planning.tensor_cores import choose_halo_tile
+from jitconv.planning.tensor_cores import choose_halo_tile, halo_tiles
 from jitconv.planning.tiles import CANDIDATES, choose_tile
 from jitconv.problem import Problem, canonical_json
 
@@ -78,8 +77,7 @@ def every_tile(problem: Problem, arch: str) -> Iterator[ConvolutionTile]:
 
 def _possible(problem: Problem, arch: str) -> Iterable[ConvolutionTile]:
     yield from wgmma_tiles(problem, arch)
-    if choose_halo_tile(problem, arch) is not None:
-        yield from _halo_tiles(problem)
+    yield from halo_tiles(problem, arch)
     widest = max(_WIDEST_FFMA, choose_tile(problem).channels)
     yield from (tile for tile in CANDIDATES if tile.channels <= widest)
 

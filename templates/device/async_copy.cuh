@@ -8,7 +8,8 @@
 //                    groups of the issuing thread. They run in the async proxy, which sees an ordinary write to
 //                    shared memory only after fence_proxy_async() by the writer.
 //
-// cp.async needs sm_80; below, it is an ordinary copy that has landed at once. The rest needs sm_90.
+// cp.async needs sm_80; below, it is an ordinary copy that has landed at once. mbarriers need sm_80, what counts bytes
+// on them sm_90.
 #pragma once
 
 #include "device/platform.cuh"
@@ -82,31 +83,31 @@ __device__ __forceinline__ void cp_async_wait_group() {
 #endif
 }
 
-#if JITCONV_ARCH >= 900
+#if JITCONV_ARCH >= 800
 
 // ---- mbarrier --------------------------------------------------------------------------------------------------
 
 // One thread initialises; the others may use it after fence_mbarrier_init() by that thread and a barrier.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if JITCONV_ARCH >= 900
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives, and adds `bytes` to what the current phase waits for.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
+#else
+    asm volatile(
+        "{\n"
+        ".reg .b64 state;\n"
+        "mbarrier.arrive.shared.b64 state, [%0];\n"
+        "}\n" ::"r"(shared_address(barrier))
+        : "memory");
+#endif
 }
 
 // Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#if JITCONV_ARCH >= 900
     asm volatile(
         "{\n"
         ".reg .pred complete;\n"
@@ -116,6 +117,31 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
         "}\n" ::"r"(shared_address(barrier)),
         "r"(parity)
         : "memory");
+#else
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "RETRY:\n"
+        "mbarrier.test_wait.parity.shared.b64 complete, [%0], %1;\n"
+        "@!complete bra RETRY;\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+#endif  // JITCONV_ARCH >= 800
+
+#if JITCONV_ARCH >= 900
+
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and adds `bytes` to what the current phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 }
 
 // ---- cp.async.bulk ---------------------------------------------------------------------------------------------

@@ -30,6 +30,21 @@ __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const void* 
                  : "memory");
 }
 
+// 16 bytes of a lane, read each time they are asked for: the compiler keeps no copy of what it has read before.
+__device__ __forceinline__ uint4 load_again(const uint4* source) {
+    uint4 words;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(shared_address(source))
+                 : "memory");
+    return words;
+}
+
+// Lets other warps go first for about so many nanoseconds.
+__device__ __forceinline__ void sleep_for(uint32_t nanoseconds) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory");
+}
+
 // c += a b; the multiplier reads the upper 19 bits of each word.
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
     asm(

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "device/math.cuh"
+#include "device/opaque.cuh"
 #include "device/platform.cuh"
 
 #if defined(JITCONV_HOST)
@@ -44,29 +45,6 @@ __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint
     // The start stays below 2^14: nothing is carried into the fields above it.
     const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
     return (descriptor & 0xffffffff00000000u) | low;
-}
-
-// The same value, of which the compiler knows nothing: sums with constants stay where they are needed, one addition
-// each, instead of in registers from before the loop.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
-__device__ __forceinline__ float opaque(float value) {
-    asm volatile("" : "+f"(value));
-    return value;
-}
-
-// Offsets, not pointers: of an opaque pointer nobody knows that it is one to global memory.
-__device__ __forceinline__ int32_t opaque(int32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
-__device__ __forceinline__ int64_t opaque(int64_t value) {
-    asm volatile("" : "+l"(value));
-    return value;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

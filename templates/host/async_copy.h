@@ -21,20 +21,25 @@ inline void cp_async_wait_group() {
     host::asynchronous_copy_wait(GROUPS);
 }
 
-// Like their originals, the rest exists for sm_90 and later only: a kernel for an older architecture that uses it
-// must not compile here either.
-#if JITCONV_ARCH >= 900
+// Like their originals, the rest exists for sm_80, or sm_90, and later only: a kernel for an older architecture that
+// uses it must not compile here either.
+#if JITCONV_ARCH >= 800
 
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals, JITCONV_HERE) {
     host::mbarrier_init(barrier, arrivals, here);
 }
-inline void fence_mbarrier_init() { host::mbarrier_init_fence(); }
 inline void mbarrier_arrive(uint64_t* barrier, JITCONV_HERE) { host::mbarrier_arrive(barrier, 0, here); }
-inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes, JITCONV_HERE) {
-    host::mbarrier_arrive(barrier, bytes, here);
-}
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity, JITCONV_HERE) {
     host::mbarrier_wait(barrier, parity, here);
+}
+
+#endif
+
+#if JITCONV_ARCH >= 900
+
+inline void fence_mbarrier_init() { host::mbarrier_init_fence(); }
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes, JITCONV_HERE) {
+    host::mbarrier_arrive(barrier, bytes, here);
 }
 
 inline void fence_proxy_async() { host::async_proxy_fence(); }

@@ -20,11 +20,6 @@ inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
     return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
-inline uint32_t opaque(uint32_t value) { return value; }
-inline float opaque(float value) { return value; }
-inline int32_t opaque(int32_t value) { return value; }
-inline int64_t opaque(int64_t value) { return value; }
-
 inline void wgmma_fence(JITCONV_HERE) { host::warpgroup_fence(here); }
 inline void wgmma_commit_group(JITCONV_HERE) { host::warpgroup_commit(here); }
 
