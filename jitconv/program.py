@@ -255,7 +255,7 @@ def _packing(kernel: KernelPlan) -> KernelPlan:
 def _packed_tile(tile: Any) -> HaloTile | WgmmaTile:
     """The tile with the same packed weights as ``tile`` that stands for all of those."""
     if isinstance(tile, HaloTile):
-        return HaloTile((1, 1, 1), 1, 1, tile.channels // 16, 1, tile.math, tile.steps)
+        return HaloTile((1, 1, 1), 1, 1, tile.channels // 16, 1, tile.math, tile.steps, tile.position_rows)
     assert isinstance(tile, WgmmaTile)
     return WgmmaTile(
         box=(8, 8),
