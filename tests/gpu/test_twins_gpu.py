@@ -22,11 +22,17 @@ DEVICE = 0
 on_cpu = functools.partial(execute, sanitize=False)
 
 
+#: Compiled kernels by their source: some tests run one many times.
+_cubins: dict[str, bytes] = {}
+
+
 def on_gpu(kernel: Kernel, launch: Launch, arguments: bytes, pointers: Mapping[int, torch.Tensor]) -> None:
     """Run a kernel on the GPU, on copies of CPU tensors, and copy the results back."""
-    arch = device_info(DEVICE).arch
-    compiled = compile_cubin(kernel.source, name=kernel.name, arch=arch, headers=kernel.headers)
-    loaded = load(compiled.cubin, kernel.name, device=DEVICE, shared_bytes=launch.shared_bytes)
+    if kernel.source not in _cubins:
+        arch = device_info(DEVICE).arch
+        compiled = compile_cubin(kernel.source, name=kernel.name, arch=arch, headers=kernel.headers)
+        _cubins[kernel.source] = compiled.cubin
+    loaded = load(_cubins[kernel.source], kernel.name, device=DEVICE, shared_bytes=launch.shared_bytes)
     copies = {offset: tensor.to(f"cuda:{DEVICE}") for offset, tensor in pointers.items()}
     packed = bytearray(arguments)
     for offset, copy in copies.items():
