@@ -159,8 +159,8 @@ def _patch_shapes(problem: Problem, math: str) -> Iterator[WgmmaTile]:
                         groups.append((2, 1))
                     for along, across in groups:
                         box, strip = _box(64, strips, across, matrix or problem.rank == 1)
-                        # A copy spans 256 positions. Two blocks leave little for more than 96 sums of a thread, and long
-                        # chunks little for rings of wide stages.
+                        # A copy spans 256 positions. Two blocks leave little for more than 96 sums of a thread, and
+                        # long chunks little for rings of wide stages.
                         if max(box) <= 256 and (blocks == 1 or strips * n <= 192) and (steps <= 4 or along * n <= 128):
                             yield WgmmaTile(box, along * n, False, strip, along, across, blocks=blocks, **common)
             for columns in (64, 128, 256) if not matrix else ():
@@ -236,8 +236,8 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     return work / (positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
 
 
-#: Positions of all samples that products are weighed at: samples, patches of images, or pixels by the class of the image.
-_TYPICAL_POSITIONS = {
+#: Positions of all samples that products are weighed at: samples, patches of images, or pixels by class of the image.
+_TYPICAL_POSITIONS: dict[str | int, tuple[int, ...]] = {
     "samples": (1024, 4096), "patches": (4096, 16384, 65536), 8: (1024, 4096), 16: (4096, 16384), 32: (65536, 262144),
 }  # fmt: skip
 
@@ -269,7 +269,7 @@ def _patch_cost(problem: Problem, tile: WgmmaTile) -> float:
     unit = max(multiply, 0.85 * shared, fetch, convert, 0.9 * rows) + 0.23 * rows
     unit += 0.16 * (multiply + shared + 2 * fetch + convert / 4) + 120 / tile.blocks
     work = units * unit + (9 if tile.blocks > 1 else 12) * positions * tile.channels / 64
-    kind = "patches" if tile.patches != "matrix" else "samples" if problem.taps > 1 else min(problem.sizes)
+    kind: str | int = "patches" if tile.patches != "matrix" else "samples" if problem.taps > 1 else min(problem.sizes)
     typical = _TYPICAL_POSITIONS[kind]
     cost = 0.0
     for count in typical:
