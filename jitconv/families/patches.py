@@ -107,8 +107,8 @@ def tensor_map(problem: Problem, tile: WgmmaTile, extents: Extents, strides: tup
     if tile.flat:
         # Samples, or pixels, where all axes are one.
         pitch = n if problem.taps > 1 else next((stride for stride in (w, h, d, n) if stride), 0)
-        axes = (row(problem, tile.patches), extents.batch * math.prod(extents.value[0]))
-        return TensorMap(problem.dtype, axes, apart(pitch), (piece(problem, tile), tile.box[1]))
+        matrix = (row(problem, tile.patches), extents.batch * math.prod(extents.value[0]))
+        return TensorMap(problem.dtype, matrix, apart(pitch), (piece(problem, tile), tile.box[1]))
     # The last axis goes to any row of any patch, 16 bytes a step: samples, channels, planes and rows all lie along it.
     counts = (extents.batch, problem.in_channels, *extents.x[:2])
     last = sum((count - 1) * step for count, step in zip(counts, (n, c, d, h), strict=True)) // unit + 1
@@ -116,8 +116,8 @@ def tensor_map(problem: Problem, tile: WgmmaTile, extents: Extents, strides: tup
     if tile.patches == "lines":
         taken = line(problem, tile)
         assert taken is not None
-        axes = (extents.x[2] * _width(problem), height, last)
-        return TensorMap(problem.dtype, axes, apart(down * h, unit), (taken.span, tile.box[0], 1))
+        lines = (extents.x[2] * _width(problem), height, last)
+        return TensorMap(problem.dtype, lines, apart(down * h, unit), (taken.span, tile.box[0], 1))
     return TensorMap(
         problem.dtype,
         (row(problem, tile.patches), width, height, last),
