@@ -558,7 +558,9 @@ def words(tile: ConvolutionTile) -> str:
         return f"FFMA {tile.positions} × {tile.channels}, {tile.px}×{tile.oc_tile} a thread"
     box = "×".join(map(str, tile.box))
     if isinstance(tile, HaloTile):
-        return f"mma {box} × {tile.channels}, {tile.channel_warps}×{tile.position_warps} warps, steps {tile.steps}"
+        warps = f"{tile.channel_warps}×{tile.position_warps}+{tile.producers} warps"
+        blocks = "2 blocks" if tile.blocks == 2 else f"{tile.blocks} block"
+        return f"mma {box} × {tile.channels}, {warps}, {blocks}, steps {tile.steps}"
     assert isinstance(tile, WgmmaTile)
     rows = "channels" if tile.channel_rows else "positions"
     groups = f"{tile.channel_groups}×{tile.position_groups} groups"

@@ -38,6 +38,14 @@ def cells(problem: Problem, tile: WgmmaTile) -> int:
     return classes * (-(-rows * -(-columns // classes) // 8) * 8)
 
 
+def raw_rows(problem: Problem, tile: WgmmaTile) -> int:
+    """Rows along w of a channel of a raw box, as tensor copies take them; 0 where there are none."""
+    if tile.copies != "raw" or problem.x_memory_format == "channels_last":
+        return 0
+    (_, rows, _), _ = _axes(problem, tile)
+    return rows * _piece(problem, tile)[0]
+
+
 def copies(problem: Problem, tile: WgmmaTile) -> str:
     """How tensor copies can fetch x for a tile: "direct", "raw" or, where they cannot, "" (see WgmmaTile)."""
     if tile.flat or not problem.x_vector or problem.padding_mode != "zeros" or problem.prologue:
@@ -146,7 +154,8 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
         "flag_words": pack_planes.flags_of_a_block(p, tile),
         "prologue": common.chain_context("prologue", enumerate(p.prologue)),
         # Tensors that the epilogue reads, which nobody has read before.
-        "prefetched": not tile.flat and any(spec.kind == "tensor" for step in kernel.steps for _, spec in step.operands),
+        "prefetched": not tile.flat
+        and any(spec.kind == "tensor" for step in kernel.steps for _, spec in step.operands),
         "bias": p.bias,
         "shared_bytes": shared_bytes(kernel),
         "declarations": layout(kernel).declarations(),

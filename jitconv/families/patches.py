@@ -116,8 +116,8 @@ def tensor_map(problem: Problem, tile: WgmmaTile, extents: Extents, strides: tup
     if tile.patches == "lines":
         taken = line(problem, tile)
         assert taken is not None
-        axes = (extents.x[2] * _width(problem), height, last)
-        return TensorMap(problem.dtype, axes, apart(down * h, unit), (taken.span, tile.box[0], 1))
+        lines = (extents.x[2] * _width(problem), height, last)
+        return TensorMap(problem.dtype, lines, apart(down * h, unit), (taken.span, tile.box[0], 1))
     return TensorMap(
         problem.dtype,
         (row(problem, tile.patches), width, height, last),

@@ -228,18 +228,35 @@ def _cost(problem: Problem, tile: WgmmaTile) -> float:
     # Where channels are rows, channels_last outputs are stored one by one, others in pairs.
     singly = tile.channel_rows and problem.memory_format == "channels_last"
     finish = positions * tile.channels * (45 if singly else 20 if tile.channel_rows else 15) / 64
-    work = max(multiply, fetch, stage) + 0.2 * (multiply + fetch + stage)
+    # A tensor copy takes so many cycles for every row of a raw box along w.
+    copy = 14.0 * steps * tile.step_channels * conv_wgmma.raw_rows(problem, tile) / (planes / 1.15 if tile.march else 1)
+    work = max(multiply, fetch, stage, copy) + 0.2 * (multiply + fetch + stage)
     # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
     work += (0.3 if tile.blocks > 1 else 0.4) * finish
     # Filling the rings, and the latency of an epilogue and of every unit.
     work += (600 + 30 * steps / tile.steps) / tile.blocks
-    return work / (positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
+    blocks = -(-outputs // tile.channels)
+    useful = positions * _coverage(problem, tile)
+    if min(problem.sizes) == 8 and problem.rank > 1:
+        # Small images are few tiles: blocks stand idle.
+        idle = 0.0
+        for typical in _TYPICAL_SMALL:
+            tiles = -(-typical // useful) * blocks
+            rounds, left = divmod(tiles, _MULTIPROCESSORS * tile.blocks)
+            # A block that has a multiprocessor for itself is nearly twice as fast as one that shares it.
+            last = 0.0 if left == 0 else 1.2 if tile.blocks > 1 and left <= _MULTIPROCESSORS else tile.blocks
+            idle += (rounds * tile.blocks + last) * _MULTIPROCESSORS / tiles
+        work *= idle / len(_TYPICAL_SMALL)
+    return work / (useful * outputs / blocks)
 
 
 #: Positions of all samples that products are weighed at: samples, patches of images, or pixels by class of the image.
 _TYPICAL_POSITIONS: dict[str | int, tuple[int, ...]] = {
     "samples": (1024, 4096), "patches": (4096, 16384, 65536), 8: (1024, 4096), 16: (4096, 16384), 32: (65536, 262144),
 }  # fmt: skip
+
+#: Positions of all samples of small images that their tiles are weighed at.
+_TYPICAL_SMALL = (1024, 3136, 8192)
 
 #: Multiprocessors of the largest Hopper.
 _MULTIPROCESSORS = 132
