@@ -215,7 +215,7 @@ class WgmmaTile:
         consumer = min(240, (total - least * self.producers) // self.consumers // 8 * 8)
         if not self.copies:
             # What the consumers can do without, loads on their way can use.
-            needs = sums + (32 if self.promote_stages else 56)
+            needs = sums + (48 if self.promote_stages else 56)
             consumer = min(consumer, max(start, 152, -(-needs // 8) * 8))
         producer = min(start, (total - consumer * self.consumers) // self.producers // 8 * 8)
         return producer, consumer

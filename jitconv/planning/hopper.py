@@ -19,7 +19,7 @@ _COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
 #: fp32 sums that a consumer's thread may hold, by blocks on a multiprocessor and by who fetches x; what is left is for
 #: addresses and the epilogue. Sums that are promoted need a second set for one product.
-_SUMS = {(2, ""): 128, (1, ""): 160, (2, "raw"): 144, (1, "raw"): 160, (2, "direct"): 144, (1, "direct"): 192}
+_SUMS = {(2, ""): 128, (1, ""): 144, (2, "raw"): 144, (1, "raw"): 160, (2, "direct"): 144, (1, "direct"): 192}
 
 _MOST_STAGES, _MOST_UNITS = 8, 6
 
