@@ -31,7 +31,8 @@ _RUN_PRODUCTS, _SPLIT_TAPS = 432, 4
 #: Most taps and bytes of a stage.
 _STAGE_TAPS, _STAGE_BYTES = 12, 60 * 1024
 
-_MOST_STAGES, _MOST_UNITS = 4, 3
+#: Products of a warp from which on a stage is long: the next one arrives in the meantime.
+_LONG_STAGE = 200
 
 #: Most tiles that are offered for one problem, the best first.
 _MOST_TILES = 24
@@ -127,9 +128,9 @@ def cost(problem: Problem, tile: HaloTile) -> float:
     finish = tile.positions * tile.channels * (20 if problem.memory_format == "contiguous" else 15) / 64
     work = max(multiply, read, fetch, stage) + 0.2 * (multiply + read + fetch + stage)
     # Two blocks on a multiprocessor cover each other's waits, and one's epilogue the other's products.
-    work = max(work, stage, (multiply + read) * (1.0 if tile.blocks > 1 else 0.9))
+    work = max(work, stage, (multiply + read) * (1.0 if tile.blocks > 1 else 0.9)) + 0.1 * (fetch + stage)
     work += (0.3 if tile.blocks > 1 else 0.5) * finish
-    work += (600 + 200 * chunks + 40 * items / tile.stage_taps) / tile.blocks
+    work += (600 + 200 * chunks + 120 * items / tile.stage_taps) / tile.blocks
     return work / (tile.positions * _coverage(problem, tile) * outputs / -(-outputs // tile.channels))
 
 
@@ -179,7 +180,7 @@ def _run_taps(problem: Problem, tile: HaloTile) -> int:
 
 
 def _fit(problem: Problem, tile: HaloTile, arch: str) -> HaloTile | None:
-    """``tile`` with the longest stages and the deepest rings that fit, or None."""
+    """``tile`` with the longest stages that fit, or None."""
     limits = limits_of(arch)
     # Shared memory is given out by 128 bytes.
     budget = min(limits.shared_block, (limits.shared_sm // tile.blocks - limits.shared_reserved) // 128 * 128)
@@ -189,13 +190,13 @@ def _fit(problem: Problem, tile: HaloTile, arch: str) -> HaloTile | None:
 
     counts = _stage_taps(problem, tile)
     wanted = [n for n in counts if n >= 3]
-    for stages, taps in [*product((3, 2), wanted), *product((3, 2), counts)]:
+    products = tile.channel_tiles * tile.position_tiles * (3 if tile.parts == 2 else 1)
+    for short, taps in [*product((False, True), wanted), *product((False, True), counts)]:
+        # Long stages need no third one. Nor do units: what rings leave of shared memory caches x.
+        stages = 2 if short or taps * products >= _LONG_STAGE else 3
         sized = replace(tile, stage_taps=taps, stages=stages, units=2)
-        if not fits(sized):
-            continue
-        for deeper in (replace(sized, stages=_MOST_STAGES), replace(sized, units=_MOST_UNITS)):
-            sized = deeper if fits(deeper) else sized
-        return replace(sized, run_taps=_run_taps(problem, sized))
+        if fits(sized):
+            return replace(sized, run_taps=_run_taps(problem, sized))
     return None
 
 
