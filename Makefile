@@ -1,5 +1,5 @@
 # make demo    the headline operators, from template to result
-# make test    lint, types and every test this machine can run
+# make test    lint, types and the tests that this machine can run; make test-all: the exhaustive ones too
 #
 # Both create .venv first. Another interpreter: make demo PYTHON=python3.12
 # CUDA 12:     make demo EXTRA=cu12 CONSTRAINTS=constraints-cu12.txt
@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test test-all lint gpu-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/jitconv demo
@@ -25,6 +25,10 @@ demo: $(INSTALLED)
 # worker (tests/gpu/conftest.py), so that they do not compete for the memory of the device.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup $(PYTEST_ARGS)
+
+# The same and the tests marked exhaustive.
+test-all: lint
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup -m '' $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

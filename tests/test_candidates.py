@@ -155,12 +155,12 @@ def compiled(kernel: KernelPlan, arch: str) -> Compiled:
 
 #: A problem and every how manieth of its candidates: a compilation takes seconds.
 COMPILED = [
-    ("sm_90a", "volume_tf32", 11),
-    ("sm_90a", "volume_ieee", 7),
-    ("sm_90a", "video_bf16", 11),
-    ("sm_90a", "strided_ieee", 9),
-    ("sm_90a", "pointwise", 13),
-    ("sm_90a", "groups", 8),
+    ("sm_90a", "volume_tf32", 22),
+    ("sm_90a", "volume_ieee", 14),
+    ("sm_90a", "video_bf16", 22),
+    ("sm_90a", "strided_ieee", 18),
+    ("sm_90a", "pointwise", 26),
+    ("sm_90a", "groups", 16),
     ("sm_80", "volume_ieee", 1),
     ("sm_80", "pointwise", 2),
     ("sm_86", "audio", 1),

@@ -648,8 +648,14 @@ MUTATED = {
 UNNOTICED = {f"{HEADER}: __syncwarp();"}
 
 
+#: What a default run leaves out: their files are mutated in other kernels too.
+MORE_MUTATED = ("one consumer", "march")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in MORE_MUTATED else []) for name in MUTATED]
+)
 def test_a_wait_or_fence_is_not_needed(name: str) -> None:
     case, kind, tile = waiting(name)
     call = made(case, kind)
@@ -758,7 +764,7 @@ def test_ptxas_spills_or_serialises(spread: tuple[Any, ...]) -> None:
     number = SPREAD.index(spread)
     kind = list(KINDS)[(number + number // len(KINDS)) % len(KINDS)]
     call = meta_call(kind, spread)
-    for preference, tile in enumerate(tiles(call)[:3]):
+    for preference, tile in enumerate(tiles(call)[: 1 + (number % 3 == 0)]):
         packing, computing = (step.kernel for step in built(call, tile).launches)
         found = compiled(computing)
         assert_runs_as_planned(computing, found)

@@ -90,7 +90,7 @@ assert set(CASES) > MORE
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in MORE else []) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in MORE else []) for name in CASES]
 )
 def test_a_patch_is_wrong(name: str) -> None:
     how, hopper = CASES[name]
