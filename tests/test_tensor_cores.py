@@ -235,8 +235,8 @@ def test_default_tiles_spill(arch: str) -> None:
             served += 1
             for kernel_plan in plan_with_tile(problem, tile).kernels:
                 resources = compiled(kernel_plan)
-                # A few words outside of the loop over taps: all registers but 16 are sums and operands there. NVRTC 13.0
-                # needs more of them on sm_120 than later ones.
+                # A few words outside of the loop over taps: all registers but 16 are sums and operands there.
+                # NVRTC 13.0 needs more of them on sm_120 than later ones.
                 most = 128 if arch == "sm_120" else 64
                 assert resources.spill_stores <= most, (rank, kernel, stride, k, dtype, resources)
     assert served >= 3 if arch_number(arch) >= 80 else served == 0
