@@ -63,6 +63,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest first: at the end no worker waits for another one's.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     needing = [item for item in items if item.get_closest_marker("compiler")]
     missing = _missing_compiler() if needing else None
     if missing is not None:

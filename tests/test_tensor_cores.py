@@ -208,6 +208,7 @@ SPILLED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KNOWN)
 def test_default_tiles_spill(arch: str) -> None:
     def compiled(kernel: KernelPlan) -> Resources:
@@ -309,6 +310,7 @@ def test_a_tile_that_nobody_chooses_by_default_is_wrong(name: str) -> None:
     assert y.is_contiguous(memory_format=made.memory_format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tf32", "ieee", "copied"])
 def test_every_barrier_is_needed(kind: str) -> None:
     if kind == "copied":
