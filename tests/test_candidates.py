@@ -178,7 +178,7 @@ def test_the_compiler_disagrees_with_the_model(arch: str, name: str, stride: int
         assert used.registers <= model.registers, tile
         assert used.static_shared == 0
         assert (model.threads, model.shared_bytes) == (tile.threads, family(kernel).shared_bytes(kernel))
-        # A few words outside of the inner loop; what is chosen without measuring spills nothing (other tests).
+        # A few words outside of the inner loop; fewer where nothing has been measured (other tests).
         assert used.spill_stores <= 64, f"{tile}: {used}"
         if isinstance(tile, WgmmaTile):
             # Warpgroups share anew what a block starts with: it must start with all of it.

@@ -262,7 +262,7 @@ def test_nan_and_inf_in_data_behave_as_in_torch(dtype: torch.dtype) -> None:
 
 def test_numbers_change_without_a_compile() -> None:
     x, w = randn(1, 3, 40, 41), randn(4, 3, 3, 3)
-    for width in (41, 44):  # rows that are whole vectors, and rows that are not
+    for width in (41, 44):  # rows that are no whole vectors, and rows that are
         jitconv.conv2d(randn(1, 3, 40, width), w, epilogue=[E.mul(2.0), E.leaky_relu(0.1)], precision="ieee")
     before = jitconv.stats()
     for factor in (3.0, -1.5, 1e-3):
