@@ -283,7 +283,6 @@ TILES: dict[str, tuple[str, dict[str, Any]]] = {
     "many producers, few items": ("channels_last", {"producers": 7, "depth": 1}),
     "shortest rings": ("contiguous", {"stages": 2, "units": 2, "stage_taps": 1, "run_taps": 1}),
     "a stage of every tap": ("channels_last", {"stages": 2, "stage_taps": 9, "run_taps": 9}),
-    "half of the consumers begin later": ("contiguous", {"lead": 2}),
     "a stage of taps and steps": ("contiguous", {"steps": 2, "stages": 2, "stage_taps": 18, "run_taps": 3}),
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ class HaloTile:
     is a value of ``Math``. Positions are the rows of a product if ``position_rows``, else output channels are. The
     weight ring holds ``stages`` of ``stage_taps`` taps, of which ``run_taps`` at a time are unrolled; of a split
     product their sum is added in fp32. The halo ring holds ``units``; ``producers`` warps fetch x, with ``depth`` items
-    of a thread on their way. ``blocks`` share a multiprocessor. Half of the consumers start ``lead`` stages ahead.
+    of a thread on their way. ``blocks`` share a multiprocessor.
     """
 
     box: tuple[int, int, int]
@@ -70,7 +70,6 @@ class HaloTile:
     producers: int = 3
     depth: int = 4
     blocks: int = 1
-    lead: int = 0
 
     @property
     def consumers(self) -> int:

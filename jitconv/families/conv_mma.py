@@ -67,7 +67,6 @@ def constants(kernel: KernelPlan) -> dict[str, Any]:
             "units": tile.units,
             "producers": tile.producers,
             "depth": tile.depth,
-            "lead": tile.lead,
             "threads": tile.threads,
             "blocks": tile.blocks,
         },

@@ -46,7 +46,7 @@ struct HaloFilter {
 template <
     class Filter_, int D_, int H_, int W_, int CHANNEL_WARPS_, int POSITION_WARPS_, int CHANNEL_TILES_, int POSITION_TILES_,
     bool POSITION_ROWS_, int STEPS_, int STAGE_TAPS_, int RUN_TAPS_, int STAGES_, int UNITS_, int PRODUCERS_,
-    int LEAD_, Math MATH_>
+    Math MATH_>
 struct HaloTile {
     using Filter = Filter_;
     static constexpr int D = D_, H = H_, W = W_;  // box of outputs
@@ -57,11 +57,6 @@ struct HaloTile {
     static constexpr int STAGE_TAPS = STAGE_TAPS_, RUN_TAPS = RUN_TAPS_, STAGES = STAGES_, UNITS = UNITS_;
     static constexpr Math MATH = MATH_;
     static constexpr int CONSUMERS = CHANNEL_WARPS * POSITION_WARPS, PRODUCERS = PRODUCERS_;
-    // By so many stages the first half of the consumers is to be ahead of the others, so that one half's epilogue runs beside
-    // the other's products: the others begin as many nanoseconds later, at a product of 16 x 8 in four.
-    static constexpr int LEAD = LEAD_;
-    static constexpr uint32_t LEAD_TIME =
-        LEAD * STAGE_TAPS * CHANNEL_TILES * POSITION_TILES * (parts_of(MATH_) == 2 ? 3 : 1) * 4;
     static constexpr int THREADS = 32 * (CONSUMERS + PRODUCERS + 1);
     static constexpr int POSITIONS = D * H * W;
     static constexpr int CHANNELS = 16 * CHANNEL_TILES * CHANNEL_WARPS;

@@ -40,11 +40,6 @@ __device__ __forceinline__ uint4 load_again(const uint4* source) {
     return words;
 }
 
-// Lets other warps go first for about so many nanoseconds.
-__device__ __forceinline__ void sleep_for(uint32_t nanoseconds) {
-    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory");
-}
-
 // c += a b; the multiplier reads the upper 19 bits of each word.
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
     asm(

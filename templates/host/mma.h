@@ -57,9 +57,6 @@ inline void load_matrices(uint32_t (&words)[4], const void* row, JITCONV_HERE) {
     __syncwarp(0xffffffffu, here);
 }
 
-// Nothing may depend on it.
-inline void sleep_for(uint32_t) {}
-
 inline uint4 load_again(const uint4* source) { return *source; }
 
 inline void multiply_tf32(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1, JITCONV_HERE) {
